@@ -1,0 +1,82 @@
+"""Chat template + messages -> token ids and the loss mask.
+
+One rule: a token is supervised if and only if the model itself would have generated it. For an assistant turn that is what stands
+between the text of its generation prompt and the end-of-answer token, that token included.
+
+Legend: L tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """Token ids and mask (1 = supervised) of one conversation; equal lengths."""
+
+    id: str
+    domain: str
+    ids_L: tuple[int, ...]
+    mask_L: tuple[int, ...]
+
+    @property
+    def supervised(self) -> int:
+        return sum(self.mask_L)
+
+
+def encode_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, max_length: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Render once and return (ids_L, mask_L).
+
+    An assistant turn is masked in only if it reads here exactly as it did when it was the last turn. ids and mask are cut at
+    `max_length` together. Raises ValueError when no assistant turn can be supervised, or when the template does not continue the
+    generation prompt with the answer.
+    """
+    text = _render(tokenizer, messages, tools)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    mask = [0] * len(ids)
+    ends = {tokenizer.eos_token_id}
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = _render(tokenizer, messages[:turn], tools, generate=True)
+        whole = _render(tokenizer, messages[: turn + 1], tools)
+        if not whole.startswith(prompt):
+            raise ValueError(
+                f"turn {turn + 1}: the chat template does not continue its generation prompt with the answer; this template needs a "
+                "rendering of its own (one row a turn)"
+            )
+        if text.startswith(whole):
+            _supervise(mask, ids, offsets, begin=len(prompt), end=len(whole), ends=ends)
+    if not any(mask[:max_length]):
+        raise ValueError("no token of an assistant turn to learn from; is there an assistant turn, and does it start before max_length?")
+    return ids[:max_length], mask[:max_length]
+
+
+def _supervise(mask: list[int], ids: Sequence[int], offsets: Sequence[tuple[int, int]], *, begin: int, end: int, ends: set[int]) -> None:
+    """Set the mask for the tokens that start in [begin, end), up to and with the last end-of-answer token there."""
+    inside = [i for i, (first, last) in enumerate(offsets) if begin <= first < end and last > first]
+    stops = [i for i in inside if ids[i] in ends]
+    for i in inside:
+        if not stops or i <= stops[-1]:
+            mask[i] = 1
+
+
+def encode_conversation(tokenizer: Any, conversation: Any, max_length: int | None = None) -> Row:
+    """A `Conversation` as a row. An answer that was cut off by its length limit loses the end-of-answer token that the template
+    put behind it: the model never said it."""
+    ids, mask = encode_chat(tokenizer, conversation.messages)
+    if conversation.finish_reason == "length":
+        last = max(i for i, m in enumerate(mask) if m)
+        keep = last if ids[last] == tokenizer.eos_token_id else last + 1
+        ids, mask = ids[:keep], mask[:keep]
+    if not any(mask[:max_length]):
+        raise ValueError(f"the answer starts after max_length {max_length}")
+    return Row(id=conversation.id, domain=conversation.domain, ids_L=tuple(ids[:max_length]), mask_L=tuple(mask[:max_length]))
+
+
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, generate: bool = False) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=generate))

@@ -1,0 +1,81 @@
+"""A tree of drafted tokens. A chain is a tree without forks.
+
+Legend: B rows, N nodes, V vocabulary, P paths' length.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Law = Literal["point_mass", "iid", "without_replacement"]
+LAWS: tuple[Law, ...] = ("point_mass", "iid", "without_replacement")
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Drafted tokens with their parents and the law they were drawn from.
+
+    Node 0 is the last committed token (parent -1); parents come before their children; siblings stand in draw order.
+    tokens_BN, parents_BN: ids and parent numbers (int64). num_B: nodes in use a row, the root included; later ones are padding
+    (any token, parent 0). law: how children were drawn; `point_mass` covers every tree that was fixed before the target's coins.
+    q_BNV: law of the token *after* node n over the full vocabulary, None for `point_mass`.
+    is_chain: promise that node n is the child of node n - 1 in every row (lets cache and mask take their short ways).
+    Raises ValueError for shapes or parents that make no tree.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    num_B: Tensor
+    law: Law
+    q_BNV: Tensor | None = None
+    is_chain: bool = False
+
+    def __post_init__(self) -> None:
+        if self.law not in LAWS:
+            raise ValueError(f"law {self.law!r} is unknown; choose one of {', '.join(LAWS)}")
+        if self.tokens_BN.shape != self.parents_BN.shape or self.tokens_BN.dim() != 2:
+            raise ValueError(f"tokens {tuple(self.tokens_BN.shape)} and parents {tuple(self.parents_BN.shape)} must both be [rows, nodes]")
+        if (self.q_BNV is None) != (self.law == "point_mass"):
+            raise ValueError(f"law {self.law!r} {'takes no q' if self.law == 'point_mass' else 'needs q of every node'}")
+
+    @classmethod
+    def chain(cls, tokens_BN: Tensor, num_B: Tensor, law: Law = "point_mass", q_BNV: Tensor | None = None) -> "DraftTree":
+        """A chain from the root on: [B, 1 + drafts] tokens."""
+        B, N = tokens_BN.shape
+        parents_BN = torch.arange(-1, N - 1, device=tokens_BN.device).expand(B, N)
+        return cls(tokens_BN, parents_BN, num_B, law, q_BNV, is_chain=True)
+
+    @property
+    def width(self) -> int:
+        """Nodes a row, padding and root included."""
+        return self.tokens_BN.shape[1]
+
+
+def depths(parents_BN: Tensor) -> Tensor:
+    """Depth [B, N] of each node, 0 at the root."""
+    return ancestors(parents_BN).sum(-1) - 1
+
+
+def ancestors(parents_BN: Tensor) -> Tensor:
+    """Boolean [B, N, N]: entry (n, m) says that m is n itself or one of its ancestors."""
+    B, N = parents_BN.shape
+    row_B = torch.arange(B, device=parents_BN.device)
+    lines = [torch.eye(N, dtype=torch.bool, device=parents_BN.device)[0].expand(B, N)]
+    for n in range(1, N):
+        inherited_BN = torch.stack(lines, dim=1)[row_B, parents_BN[:, n].clamp(max=n - 1)]
+        own_N = torch.arange(N, device=parents_BN.device) == n
+        lines.append(inherited_BN | own_N)
+    return torch.stack(lines, dim=1)
+
+
+def check_tree(tree: DraftTree) -> None:
+    """Raise ValueError unless every parent precedes its child and every row has between 1 and N nodes (costs a host read)."""
+    node_N = torch.arange(tree.width, device=tree.parents_BN.device)
+    if not bool((tree.parents_BN < node_N).all()) or not bool((tree.parents_BN[:, 0] == -1).all()):
+        raise ValueError("parents must precede their children and node 0 must have the parent -1")
+    if not bool((tree.parents_BN[:, 1:] >= 0).all()):
+        raise ValueError("a tree has one root: only node 0 may have the parent -1")
+    if not bool(((tree.num_B >= 1) & (tree.num_B <= tree.width)).all()):
+        raise ValueError(f"num_B must lie between 1 and {tree.width}, found {tree.num_B.tolist()}")

@@ -1,0 +1,362 @@
+"""Writes a trained head as the folder that serving engines load, and the command line that serves it.
+
+Legend: H width of the head, V target vocabulary, D draft vocabulary. Layer numbers here are hs[i], the residual stream after i layers.
+"""
+
+import importlib
+import json
+import shlex
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spectrain.heads.base import vocabulary_hash
+
+CONFIG, WEIGHTS, MADE_WITH = "config.json", "model.safetensors", "made_with.json"
+FORMAT = 1  # of the head directory read and of the `spectrain` block written
+
+FORMATS: dict[str, str] = {
+    "eagle3": "spectrain.export.engines:export_eagle3",
+    "vllm": "spectrain.export.engines:export_eagle3",
+    "sglang": "spectrain.export.engines:export_eagle3",
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+SIZES = (
+    "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "vocab_size", "draft_vocab_size",
+)  # fmt: skip
+COPIED = (*SIZES, "hidden_act", "rms_norm_eps")  # the same key and meaning in the head directory and in the flat folder
+CONFIG_KEYS = {"head", "format", "rope_parameters", "layer_ids", "target_layers", *COPIED}
+MADE_WITH_KEYS = ("target", "target_revision", "tokenizer_sha256", "template_sha256", "vocabulary_sha256", "versions")
+
+
+def export_head(head_dir: Path, to: str, out: Path, *, dtype: str | None = None) -> Path:
+    """Writes the head in `head_dir` to `out` in the format named `to`, one of FORMATS. ValueError for an unknown one."""
+    if to not in FORMATS:
+        raise ValueError(f"export format {to!r} is unknown; choose one of {', '.join(FORMATS)}")
+    module, function = FORMATS[to].split(":")
+    path: Path = getattr(importlib.import_module(module), function)(head_dir, out, dtype=dtype)
+    return path
+
+
+def export_eagle3(head_dir: Path, out: Path, *, dtype: str | None = None) -> Path:
+    """Writes the flat EAGLE-3 folder (config.json, model.safetensors) that vLLM, SGLang and TensorRT-LLM load; returns `out`.
+
+    dtype: "float32", "bfloat16" or "float16" of every weight; None keeps what the head was saved in. The folder appears whole or
+    not at all, and replaces an earlier export; the embedding is the target's and is not written. ValueError for a head that is
+    incomplete, inconsistent or of another kind, and for an `out` that holds something else. Heads: EAGLE-3, arXiv 2503.01840.
+    """
+    head_dir, destination = Path(head_dir), Path(out).resolve()
+    if missing := [name for name in (CONFIG, WEIGHTS, MADE_WITH) if not (head_dir / name).is_file()]:
+        raise ValueError(
+            f"{head_dir} lacks {', '.join(missing)}; a head directory with {CONFIG}, {WEIGHTS} and {MADE_WITH} was needed: give the "
+            "folder of a finished training"
+        )
+    config, made_with = _read_json(head_dir / CONFIG), _read_json(head_dir / MADE_WITH)
+    _check_config(config, head_dir)
+    if missing := [key for key in MADE_WITH_KEYS if key not in made_with]:
+        raise ValueError(f"{head_dir / MADE_WITH} lacks {', '.join(missing)}, which tie a head to its target; train the head again")
+    _check_destination(destination)
+    tensors = _read_tensors(head_dir / WEIGHTS)
+    _check_shapes(tensors, config, head_dir)
+    _check_vocabulary(tensors, config["vocab_size"], made_with["vocabulary_sha256"], head_dir)
+    tensors, dtype = _cast(tensors, dtype, head_dir)
+    if config["draft_vocab_size"] == config["vocab_size"]:
+        # A full head needs no map, and vLLM refuses a `d2t` that it has no parameter for.
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    _write(destination, flat_config(config, made_with, dtype), tensors)
+    return out
+
+
+def flat_config(config: dict[str, Any], made_with: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The config.json of the flat EAGLE-3 folder, for a head's own config.json and made_with.json.
+
+    vLLM takes the top-level layer ids as hs[i]; SGLang and TensorRT-LLM take the nested ones as outputs of layer i, hs[i + 1].
+    transformers 5 reads `rope_parameters` and `dtype`; older readers `rope_theta`, `rope_scaling` and `torch_dtype`.
+    """
+    ids = config["layer_ids"]
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        "num_hidden_layers": 1,
+        **{key: config[key] for key in COPIED},
+        **_rope(config["rope_parameters"]),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bias": False,
+        "tie_word_embeddings": False,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "num_aux_hidden_states": len(ids),
+        "eagle_aux_hidden_state_layer_ids": list(ids),
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids],
+            "use_aux_hidden_state": True,
+            "norm_before_fc": False,
+            "next_layer_regular": True,
+        },
+        "spectrain": {
+            **made_with,
+            "format": FORMAT,
+            "head": config["head"],
+            "hs_layer_ids": list(ids),
+            "target_layers": config["target_layers"],
+            "embedding": "shared",
+        },
+    }
+
+
+def serve_command(out: Path, target: str, *, engine: str = "vllm", num_speculative_tokens: int) -> str:
+    """The shell command that serves `target` with the head exported to `out`, drafting a chain of `num_speculative_tokens` a round.
+
+    engine: "vllm" or "sglang". ValueError for another engine or less than one token.
+    """
+    if num_speculative_tokens < 1:
+        raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}; an engine drafts at least 1 token a round")
+    if engine == "vllm":
+        speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": num_speculative_tokens}
+        return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculation)])
+    if engine == "sglang":
+        chain = {
+            "model-path": target,
+            "speculative-algorithm": "EAGLE3",  # plain EAGLE would skip fc
+            "speculative-draft-model-path": str(out),
+            "speculative-num-steps": num_speculative_tokens,
+            "speculative-eagle-topk": 1,
+            "speculative-num-draft-tokens": num_speculative_tokens + 1,  # counts the token in hand
+        }
+        arguments = [part for key, value in chain.items() for part in (f"--{key}", str(value))]
+        return shlex.join(["python", "-m", "sglang.launch_server", *arguments])
+    raise ValueError(f"engine {engine!r} is unknown; choose vllm or sglang")
+
+
+def _rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings in the spelling of transformers 5 and in the older one."""
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rope_parameters": dict(rope),
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); give the folder of a finished training") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a JSON {type(value).__name__}, an object was needed; give the folder of a finished training")
+    return value
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read as safetensors ({error}); save or download the head again") from error
+
+
+def _check_config(config: dict[str, Any], head_dir: Path) -> None:
+    """Refuses a config that the flat format cannot express: every key that changes the forward pass must be known here."""
+    where = head_dir / CONFIG
+    if config.get("head") != "eagle3":
+        raise ValueError(f"{where} says head {config.get('head')!r}, the flat format needs eagle3; train a head with an eagle3 recipe")
+    if config.get("format") != FORMAT:
+        raise ValueError(f"{where} says format {config.get('format')!r}, needed {FORMAT}; use the spectrain version that saved this head")
+    missing, unknown = sorted(CONFIG_KEYS - config.keys()), sorted(config.keys() - CONFIG_KEYS)
+    if missing or unknown:
+        raise ValueError(
+            f"{where} lacks {', '.join(missing) or 'nothing'} and has unknown keys {', '.join(unknown) or 'none'}; "
+            "use the spectrain version that saved this head"
+        )
+    if bad := [f"{key} {config[key]!r}" for key in (*SIZES, "target_layers") if type(config[key]) is not int or config[key] < 1]:
+        raise ValueError(f"{where} has {', '.join(bad)}; positive whole numbers were needed: train the head again")
+    if config["hidden_act"] != "silu":
+        raise ValueError(f"{where} has hidden_act {config['hidden_act']!r}; engines build EAGLE-3 layers with silu only: train with silu")
+    if config["hidden_size"] != config["target_hidden_size"]:
+        raise ValueError(
+            f"{where} has hidden_size {config['hidden_size']} but target_hidden_size {config['target_hidden_size']}; engines feed the "
+            "target's embedding to the head, so both must be equal: train a head of the target's width"
+        )
+    rope = config["rope_parameters"]
+    if not isinstance(rope, dict) or not {"rope_type", "rope_theta"} <= rope.keys():
+        raise ValueError(
+            f"{where} has rope_parameters {rope!r}; one set with rope_type and rope_theta was needed: copy the settings of the "
+            "target's full-attention layers"
+        )
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(
+            f"{where} has partial_rotary_factor {part}, needed none; the head turns the whole of each attention head, and an engine would "
+            "turn a part: remove the factor from rope_parameters"
+        )
+    _check_layers(config["layer_ids"], config["target_layers"], where)
+
+
+def _check_layers(ids: Any, num_layers: int, where: Path) -> None:
+    """Engines sort and de-duplicate the ids, and SGLang captures neither the embeddings hs[0] nor the last state."""
+    sound = isinstance(ids, list) and ids and all(type(i) is int for i in ids)
+    if not sound or sorted(set(ids)) != ids or ids[0] < 1 or ids[-1] >= num_layers:
+        raise ValueError(
+            f"{where} has layer_ids {ids!r}; rising numbers from 1 to {num_layers - 1} were needed (states after that many of the "
+            f"target's {num_layers} layers): train the head with such states"
+        )
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an EAGLE-3 head directory with its shape."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    return {
+        "fc.weight": (width, len(config["layer_ids"]) * config["target_hidden_size"]),
+        "midlayer.input_layernorm.weight": (width,),
+        "midlayer.hidden_norm.weight": (width,),
+        "midlayer.post_attention_layernorm.weight": (width,),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * width),
+        "midlayer.self_attn.k_proj.weight": (keys, 2 * width),
+        "midlayer.self_attn.v_proj.weight": (keys, 2 * width),
+        "midlayer.self_attn.o_proj.weight": (width, queries),
+        "midlayer.mlp.gate_proj.weight": (inner, width),
+        "midlayer.mlp.up_proj.weight": (inner, width),
+        "midlayer.mlp.down_proj.weight": (width, inner),
+        "norm.weight": (width,),
+        "lm_head.weight": (config["draft_vocab_size"], width),
+        "d2t": (config["draft_vocab_size"],),
+        "t2d": (config["vocab_size"],),
+    }
+
+
+def _check_shapes(tensors: dict[str, Tensor], config: dict[str, Any], head_dir: Path) -> None:
+    """Refuses missing, unexpected and misshapen tensors. The flat format would drop or misread them silently."""
+    where, needed = head_dir / WEIGHTS, _shapes(config)
+    if missing := sorted(needed.keys() - tensors.keys()):
+        raise ValueError(f"{where} lacks {', '.join(missing)}; save the head again with save_head, which writes all of its tensors")
+    if unexpected := sorted(tensors.keys() - needed.keys()):
+        raise ValueError(
+            f"{where} holds {', '.join(unexpected)}, for which the flat EAGLE-3 format has no place; save the head again with "
+            "save_head (embedding and rotary tables are the target's and are not saved)"
+        )
+    fc = tuple(tensors["fc.weight"].shape)
+    if fc != needed["fc.weight"]:
+        raise ValueError(
+            f"{where}: fc.weight is {list(fc)}, needed {list(needed['fc.weight'])} ({len(config['layer_ids'])} layer_ids times "
+            f"target_hidden_size {config['target_hidden_size']}); put the layers the head was trained on into {CONFIG}, or train again"
+        )
+    wrong = [f"{name} {list(tensors[name].shape)}, needed {list(shape)}" for name, shape in needed.items() if tensors[name].shape != shape]
+    if wrong:
+        raise ValueError(f"{where} does not fit {CONFIG}: {'; '.join(wrong)}; export the folder as training saved it")
+
+
+def _check_vocabulary(tensors: dict[str, Tensor], vocab_size: int, trained: str, head_dir: Path) -> None:
+    """Holds d2t (target id − draft id) and t2d (drafted or not) to one rising list of target ids, that of training by its hash."""
+    where, d2t_D, t2d_V = head_dir / WEIGHTS, tensors["d2t"], tensors["t2d"]
+    if d2t_D.dtype != torch.int64 or t2d_V.dtype != torch.bool:
+        raise ValueError(f"{where}: d2t is {d2t_D.dtype} and t2d {t2d_V.dtype}, needed int64 and bool; build them with draft_vocabulary")
+    ids_D = torch.arange(len(d2t_D)) + d2t_D
+    if not (0 <= int(ids_D.min()) and int(ids_D.max()) < vocab_size):
+        raise ValueError(
+            f"{where}: d2t leads to target ids {int(ids_D.min())} to {int(ids_D.max())}, needed 0 to {vocab_size - 1}; d2t holds "
+            "offsets (target id − draft id), not ids: build it with draft_vocabulary"
+        )
+    if (falls := int((ids_D.diff() <= 0).sum())) > 0:
+        raise ValueError(
+            f"{where}: the target ids of d2t fall or repeat at {falls} places, needed rising ids; d2t holds offsets (target id − draft "
+            "id), not ids: build it with draft_vocabulary"
+        )
+    if not torch.equal(t2d_V.nonzero().flatten(), ids_D):
+        raise ValueError(
+            f"{where}: the {int(t2d_V.sum())} tokens marked in t2d are not the {len(ids_D)} target ids of d2t, needed the same; d2t holds "
+            "offsets (target id − draft id), not ids: build both with draft_vocabulary"
+        )
+    if (found := vocabulary_hash(ids_D)) != trained:
+        raise ValueError(
+            f"{where}: the draft vocabulary has hash {found[:12]}…, needed {trained[:12]}… of {MADE_WITH}; export the folder as training "
+            "saved it"
+        )
+
+
+def _cast(tensors: dict[str, Tensor], dtype: str | None, head_dir: Path) -> tuple[dict[str, Tensor], str]:
+    """Brings every weight to one dtype and refuses values that are not finite, before or after. Returns the dtype's name too."""
+    names = {value: key for key, value in DTYPES.items()}
+    weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype not in (torch.int64, torch.bool)}
+    found = {tensor.dtype for tensor in weights.values()}
+    if not found <= names.keys() or (dtype is None and len(found) > 1):
+        raise ValueError(
+            f"{head_dir / WEIGHTS} holds weights in {', '.join(sorted(map(str, found)))}, needed one of {', '.join(DTYPES)}; "
+            "save the head in one of them, or choose one with dtype= where they are mixed"
+        )
+    dtype = dtype or names[found.pop()]
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    cast = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        before, after = (int((~torch.isfinite(values)).sum()) for values in (tensor, cast[name]))
+        if after:
+            raise ValueError(
+                f"{head_dir / WEIGHTS}: {name} holds {before} NaN or infinite values, {after} as {dtype}, needed none; "
+                + ("export an earlier checkpoint" if before else "choose another dtype, such as bfloat16")
+            )
+    return {**tensors, **cast}, dtype
+
+
+def _check_destination(out: Path) -> None:
+    """Refuses a folder whose replacement would delete anything but an earlier export."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ValueError(f"{out} is a file, a folder was needed; choose another --out")
+    names = {path.name for path in out.iterdir()}
+    foreign = sorted(names - {CONFIG, WEIGHTS})
+    if names and (foreign or not _is_export(out)):
+        raise ValueError(
+            f"{out} holds {', '.join(foreign or sorted(names))}, needed an empty folder or an earlier export (which is replaced); "
+            "choose another --out or move those files away"
+        )
+
+
+def _is_export(out: Path) -> bool:
+    try:
+        return "spectrain" in _read_json(out / CONFIG)
+    except (OSError, ValueError):
+        return False
+
+
+def _write(out: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Writes both files to a new sibling of `out`, then gives it the name; an error leaves `out` as it was."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new = out.parent / f".{out.name}-{uuid.uuid4().hex}"
+    new.mkdir()
+    try:
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+        shutil.copymode(new / CONFIG, new / WEIGHTS)  # safetensors writes files that only their owner, so maybe not the server, can read
+        _swap(new, out)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def _swap(new: Path, out: Path) -> None:
+    if not out.exists():
+        new.rename(out)
+        return
+    old = new.with_name(f"{new.name}-old")
+    out.rename(old)
+    try:
+        new.rename(out)
+    except OSError:
+        old.rename(out)
+        raise
+    shutil.rmtree(old)

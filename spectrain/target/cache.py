@@ -1,0 +1,112 @@
+"""The key/value cache of target and heads: a preallocated slab per layer with a length per row.
+
+New entries are *staged* behind the committed ones, seen by attention through a mask, and then *committed*: a path of nodes is
+gathered to the end of the committed part; for a chain only the length moves. Nothing has to be rolled back: what is not
+committed is overwritten.
+
+Legend: B rows, G key/value heads, N staged nodes of one pass, M all staged nodes, S slots, D head size, K path length.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SlabCache:
+    """Keys and values of `layers` layers for B rows of up to `max_length` entries.
+
+    It answers the calls that transformers' models make on a cache (`update`, `get_seq_length`).
+    Raises ValueError when an entry would not fit.
+    """
+
+    is_compileable = False
+
+    def __init__(
+        self, *, layers: int, rows: int, kv_heads: int, head_dim: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        # One slot more than asked for: entries of padding go there and no mask ever shows it.
+        shape = (rows, kv_heads, max_length + 1, head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
+        self.max_length = max_length
+        self.staged = 0  # nodes written behind the committed part
+        self._longest = 0  # upper bound of lengths_B, kept on the host
+        self._slots_BN = torch.zeros(rows, 0, dtype=torch.long, device=device)
+        self._uniform_start: int | None = 0  # first slot when all rows write to the same slots
+
+    def stage(self, num: int, pad_B: Tensor | None = None) -> Tensor:
+        """Open `num` more slots a row for the coming pass and return their positions [B, num] by slot.
+
+        `pad_B`: how many of the first columns of the pass are padding in each row (prompts of unequal length, aligned right);
+        they are written to the spare slot and their position reads 0.
+        """
+        end = self._longest + self.staged + num
+        if end > self.max_length:
+            raise ValueError(f"the cache holds {self.max_length} entries a row, {end} are needed; pass a larger max_length")
+        column_N = torch.arange(num, device=self.lengths_B.device)
+        slots_BN = self.lengths_B[:, None] + self.staged + column_N
+        uniform = pad_B is None and (len(self.lengths_B) == 1 or bool((self.lengths_B == self.lengths_B[0]).all()))
+        self._uniform_start = int(self.lengths_B[0]) + self.staged if uniform else None
+        if pad_B is not None:
+            slots_BN = slots_BN - pad_B[:, None]
+            real_BN = column_N >= pad_B[:, None]
+            self._slots_BN = torch.where(real_BN, slots_BN, self.max_length)
+            slots_BN = torch.where(real_BN, slots_BN, 0)
+        else:
+            self._slots_BN = slots_BN
+        self.staged += num
+        return slots_BN
+
+    def update(self, k_BGND: Tensor, v_BGND: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one layer's keys and values of the staged pass; returns views [B, G, S, D] of all slots up to the last one."""
+        keys, values = self.keys[layer], self.values[layer]
+        end = self._longest + self.staged
+        if self._uniform_start is not None:
+            start, stop = self._uniform_start, self._uniform_start + k_BGND.shape[2]
+            keys[:, :, start:stop] = k_BGND
+            values[:, :, start:stop] = v_BGND
+        else:
+            row_B1 = torch.arange(len(keys), device=keys.device)[:, None]
+            keys[row_B1, :, self._slots_BN] = k_BGND.transpose(1, 2)
+            values[row_B1, :, self._slots_BN] = v_BGND.transpose(1, 2)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def visible(self, ancestors_BNM: Tensor) -> Tensor:
+        """Mask [B, 1, N, S] of the staged pass: the committed entries, and of the M staged nodes those marked True."""
+        end = self._longest + self.staged
+        slot_S = torch.arange(end, device=self.lengths_B.device)
+        past_BS = slot_S < self.lengths_B[:, None]
+        mask_BNS = past_BS[:, None, :].expand(-1, ancestors_BNM.shape[1], -1).clone()
+        M = ancestors_BNM.shape[2]
+        where_BM = self.lengths_B[:, None] + torch.arange(M, device=slot_S.device)
+        mask_BNS.scatter_(2, where_BM[:, None, :].expand_as(ancestors_BNM), ancestors_BNM)
+        return mask_BNS[:, None]
+
+    def commit(self, count_B: Tensor, path_BK: Tensor | None = None) -> None:
+        """Keep `count_B` staged nodes a row: those named by `path_BK` in order, or the first ones (a chain); drop the others."""
+        if path_BK is not None:
+            row_B1 = torch.arange(len(self.lengths_B), device=self.lengths_B.device)[:, None]
+            source_BK = self.lengths_B[:, None] + path_BK.clamp(min=0)
+            goal_BK = self.lengths_B[:, None] + torch.arange(path_BK.shape[1], device=path_BK.device)
+            for slab in (*self.keys, *self.values):  # gathered first, then written: source and goal may overlap
+                slab[row_B1, :, goal_BK] = slab[row_B1, :, source_BK]
+        self.lengths_B = self.lengths_B + count_B
+        self._longest = int(self.lengths_B.max())
+        self.staged = 0
+
+    def discard(self) -> None:
+        """Drop every staged node."""
+        self.staged = 0
+
+    def select(self, rows_R: Tensor) -> None:
+        """Keep only the given rows, in the given order."""
+        self.keys = [slab[rows_R] for slab in self.keys]
+        self.values = [slab[rows_R] for slab in self.values]
+        self.lengths_B = self.lengths_B[rows_R]
+        self._longest = int(self.lengths_B.max())
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Number of entries in the longest row, staged ones included (what transformers asks for)."""
+        return self._longest + self.staged

@@ -1,0 +1,210 @@
+"""The frozen target: loading (Hub name, folder, GGUF file), and one forward that returns logits and chosen hidden states.
+
+`hs[i]` is the residual stream after i layers, before any final norm; `hs[0]` are the embeddings. The *last state* is what the
+output layer reads, that is, after the final norm.
+
+Legend: B rows, N positions of one pass, S cache slots, V vocabulary, W hidden width, F = len(layer_ids) * W.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.kernels import tree_attention
+from spectrain.target.cache import SlabCache
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """`logits_BKV` of the positions asked for; `states_BNF` the chosen states side by side; `last_BKW` the last state."""
+
+    logits_BKV: Tensor
+    states_BNF: Tensor | None
+    last_BKW: Tensor
+
+
+@dataclass(frozen=True)
+class Target:
+    """A frozen causal language model with its tokenizer. `load_target` makes it."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    revision: str | None = None
+
+    @property
+    def config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding_VW.shape[0]
+
+    @property
+    def max_length(self) -> int:
+        """Most positions that the model was made for."""
+        return self.config.max_position_embeddings
+
+    @property
+    def embedding_VW(self) -> Tensor:
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def output_VW(self) -> Tensor:
+        return self.model.get_output_embeddings().weight
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: those of the generation config and the tokenizer's own."""
+        found = self.model.generation_config.eos_token_id
+        listed = found if isinstance(found, list) else [found]
+        return tuple(sorted({i for i in (*listed, self.tokenizer.eos_token_id) if i is not None}))
+
+    @cached_property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, the one module list that has as many members as the config says."""
+        found = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers]
+        if not found:
+            raise ValueError(f"{type(self.model).__name__} has no list of {self.num_layers} decoder layers to take states from")
+        return found[0]
+
+    @cached_property
+    def _cache_keyword(self) -> str:
+        # transformers 5.24 renamed `past_key_values` to `cache`.
+        return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+
+    def new_cache(self, rows: int, max_length: int) -> SlabCache:
+        """An empty cache for `rows` rows; refuses models whose state is no plain key/value cache."""
+        c = self.config
+        kinds = set(getattr(c, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise ValueError(f"{self.name} has layers of the kinds {sorted(kinds)}; only full_attention can be rolled back so far")
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        return SlabCache(
+            layers=self.num_layers, rows=rows, kv_heads=kv_heads, head_dim=head_dim,
+            max_length=max_length, dtype=self.model.dtype, device=self.device,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def forward(
+        self, ids_BN: Tensor, *, positions_BN: Tensor, mask_B1NS: Tensor | None, cache: SlabCache | None,
+        layer_ids: Sequence[int] = (), logits_to_keep: int | Tensor = 0,
+    ) -> TargetOutput:  # fmt: skip
+        """One pass. `logits_to_keep`: 0 all positions, k the last k, or a tensor of positions (as in transformers)."""
+        kwargs = {self._cache_keyword: cache} if cache is not None else {}
+        with taps(self, layer_ids) as states, tap_last(self) as last:
+            output = self.model(
+                input_ids=ids_BN, position_ids=positions_BN, attention_mask=mask_B1NS, use_cache=cache is not None,
+                logits_to_keep=logits_to_keep, return_dict=True, **kwargs,
+            )  # fmt: skip
+        states_BNF = torch.cat([states[i] for i in layer_ids], dim=-1) if layer_ids else None
+        return TargetOutput(logits_BKV=output.logits, states_BNF=states_BNF, last_BKW=last[0])
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes that tell whether a head, a store or an answer file belongs to this target."""
+        vocab = json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        template = self.tokenizer.chat_template or ""
+        weights = self.embedding_VW.detach()[:: max(1, self.vocab_size // 512)].float().cpu().contiguous().numpy().tobytes()
+        parts = {"tokenizer_sha256": vocab.encode(), "template_sha256": str(template).encode(), "embedding_sha256": weights}
+        return {key: hashlib.sha256(value).hexdigest() for key, value in parts.items()}
+
+    def encode(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
+        """Token ids of a prompt: ids as they are, a string as plain text, a chat (list of messages) through the template."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        if prompt and isinstance(prompt[0], dict):
+            text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return [int(i) for i in prompt]  # type: ignore[arg-type]
+
+
+@contextmanager
+def taps(target: Target, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect hs[i] for the given i during one forward pass; hooks are gone afterwards."""
+    states: dict[int, Tensor] = {}
+    if any(not 0 <= i <= target.num_layers for i in layer_ids):
+        raise ValueError(f"hidden states {list(layer_ids)} asked for, {target.name} has hs[0] to hs[{target.num_layers}]")
+
+    def after(i: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            states[i] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    modules = {i: target.model.get_input_embeddings() if i == 0 else target.layers[i - 1] for i in layer_ids}
+    handles = [module.register_forward_hook(after(i)) for i, module in modules.items()]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def tap_last(target: Target) -> Iterator[list[Tensor]]:
+    """Collect what the output layer reads during one forward pass (the last state, after the final norm)."""
+    seen: list[Tensor] = []
+    handle = target.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def load_target(name: str | Path, *, dtype: str = "float32", device: str | None = None, revision: str | None = None) -> Target:
+    """Load a Hub name, a folder or a `.gguf` file, frozen and in evaluation mode.
+
+    Raises ValueError when a path does not exist, or when the tokenizer has more ids than the model has rows.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path, text = Path(name), str(name)
+    looks_local = text.endswith(".gguf") or text.startswith((".", "/", "~")) or text.count("/") > 1
+    if looks_local and not path.expanduser().exists():
+        raise ValueError(f"no model at {text}; give a folder, a .gguf file or a Hub name such as HuggingFaceTB/SmolLM2-135M-Instruct")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where: dict[str, Any] = {"revision": revision} if revision else {}
+    if text.endswith(".gguf"):
+        text, where = str(path.parent), {"gguf_file": path.name}
+    tokenizer = AutoTokenizer.from_pretrained(text, **where)
+    model = AutoModelForCausalLM.from_pretrained(
+        text, dtype=getattr(torch, dtype), attn_implementation=tree_attention.register(), **where
+    )
+    model = model.to(device).eval().requires_grad_(False)
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        raise ValueError(f"{name}: the tokenizer has {len(tokenizer)} ids, the model only {model.config.vocab_size} rows")
+    return Target(model=model, tokenizer=tokenizer, name=str(name), revision=revision)
+
+
+def unpack_gguf(gguf: Path, folder: Path) -> None:
+    """Write a dequantised copy of a GGUF file as a normal model folder, whole or not at all (float32)."""
+    target = load_target(gguf, device="cpu")
+    config = target.model.config
+    plain = type(config).from_dict({k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")})
+    model = type(target.model)(plain)  # a model that was loaded from GGUF refuses to be saved
+    model.load_state_dict(target.model.state_dict())
+    model.generation_config = target.model.generation_config
+    part = folder.with_name(folder.name + ".part")
+    model.save_pretrained(part)
+    target.tokenizer.save_pretrained(part)
+    os.replace(part, folder)

@@ -1,0 +1,69 @@
+"""Saving and resuming a run: weights, optimizer moments, schedule, place in the data. Written whole or not at all."""
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+FILE = "checkpoint.pt"
+
+
+def save_checkpoint(
+    out: Path, identity: str, head: Any, optimizer: Any, schedule: Any, state: Mapping[str, Any], accelerator: Accelerator
+) -> None:
+    """Write `checkpoint.pt` in `out` (main process only); `state` holds the place in the run."""
+    if not accelerator.is_main_process:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    part = out / (FILE + ".part")
+    torch.save(
+        {"identity": identity, "head": head.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), **state},
+        part,
+    )
+    os.replace(part, out / FILE)
+
+
+def load_checkpoint(out: Path, identity: str, head: Any, optimizer: Any, schedule: Any) -> dict[str, Any] | None:
+    """Restore everything from `out` and return the place in the run; None when there is no checkpoint.
+
+    Raises ValueError when the checkpoint is of a run with other settings or data.
+    """
+    path = out / FILE
+    if not path.exists():
+        return None
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    if saved["identity"] != identity:
+        raise ValueError(f"{path} belongs to a run with other settings or data; use another output folder, or --fresh to start anew")
+    head.load_state_dict(saved["head"])
+    optimizer.load_state_dict(saved["optimizer"])
+    schedule.load_state_dict(saved["schedule"])
+    return {key: saved[key] for key in ("step", "seconds", "best", "history")}
+
+
+class GracefulStop:
+    """While active, the first SIGINT or SIGTERM only sets `asked`; the loop ends at the next step border. A second one stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __enter__(self) -> "GracefulStop":
+        try:
+            self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: signals stay with whoever has them
+            self._before = {}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
