@@ -56,6 +56,10 @@ class _HeadSession:
         self._logits_BV = self._logits_BV[rows_R]
         self._state = DraftState(self._state.hidden_BMH[rows_R], self._state.ancestors_BMM[rows_R])
 
+    def rewind(self) -> None:
+        """Drop the drafts, so that the same proposal can be made again (for timing)."""
+        self._cache.discard()
+
     def propose(self, committed: Sequence[Sequence[int]], shape: Shape) -> DraftTree | None:
         root_B1 = torch.tensor([[ids[-1]] for ids in committed], device=self._logits_BV.device)
         return self._chain(root_B1, shape) if isinstance(shape, Chain) else self._dynamic(root_B1, shape)

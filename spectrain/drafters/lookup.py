@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spectrain.decoding.shapes import Shape
 from spectrain.decoding.tree import DraftTree
+from spectrain.drafters.scripted import ragged_chain
 from spectrain.target.model import Target
 
 
@@ -43,13 +44,7 @@ class _Lookup:
         """Nothing is kept by row."""
 
     def propose(self, committed: Sequence[Sequence[int]], shape: Shape) -> DraftTree | None:
-        drafts = [lookup(ids, shape.depth, self.settings) for ids in committed]
-        longest = max(map(len, drafts))
-        if longest == 0:
-            return None
-        rows = [[ids[-1], *draft] + [0] * (longest - len(draft)) for ids, draft in zip(committed, drafts, strict=True)]
-        num_B = torch.tensor([1 + len(draft) for draft in drafts], device=self.device)
-        return DraftTree.chain(torch.tensor(rows, device=self.device), num_B)
+        return ragged_chain(committed, [lookup(ids, shape.depth, self.settings) for ids in committed], self.device)
 
 
 def lookup(ids: Sequence[int], depth: int, settings: NGram) -> list[int]:

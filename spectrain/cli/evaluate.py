@@ -1,0 +1,206 @@
+"""The evaluation stage: arms -> records -> tables -> report, advice in words."""
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spectrain.config import EvaluationConfig, Suite, dump_yaml, load_config
+from spectrain.data.formats import Prompt
+from spectrain.decoding.shapes import Chain, Tree
+from spectrain.drafters.from_head import HeadDrafter
+from spectrain.drafters.lookup import NGram
+from spectrain.evaluation.measure import Arm, Records, compare, measure_speed, measure_tau, speed_subset, suite_prompts
+from spectrain.evaluation.metrics import bootstrap, ratio_of_ratios, speed_cell, tau_table
+from spectrain.evaluation.speed import Costs, advise_depth, measure_costs
+from spectrain.target.model import Target
+
+PLAIN = "plain"
+COST_CONTEXT = 256
+
+
+class Inexact(ValueError):
+    """Some answer differs from plain decoding by more than rounding."""
+
+
+def evaluate(
+    target: Target, head: Any, config: EvaluationConfig, out: Path, root: Path, *, extra: Mapping[str, Any], say: Any
+) -> dict[str, Any]:
+    """Measure plain decoding, n-gram lookup and the head as chains and as a tree; returns the report (see evaluation/render.py).
+
+    head: None leaves the head's arms out. Raises `Inexact` when an answer differs from plain decoding by more than a tie.
+    """
+    suite = load_config(Suite, root / config.suite)
+    prompts = suite_prompts(suite, target, root)
+    everything = [p for rows in prompts.values() for p in rows]
+    records = Records(out / "records.jsonl", _key(target, head, config, suite))
+    arms, costs, notes = _arms(head, config), None, []
+
+    def tau_of(arm: Arm) -> None:
+        measure_tau(target, arm, everything, records, max_new_tokens=suite.max_new_tokens, batch_size=config.batch_size)
+
+    for arm in arms:
+        tau_of(arm)
+    if head is not None:
+        costs = _costs(target, head, config, out / "costs.json")
+        chain = next(arm for arm in arms if isinstance(arm.shape, Chain) and arm.label != "n-gram")
+        arms, note = _with_best_depth(arms, chain, records, everything, costs)
+        notes.append(note)
+        tau_of(arms[-1])
+    chosen = speed_subset(prompts, target, number=config.speed_prompts, max_tokens=config.speed_prompt_tokens)
+    timed = [p for rows in chosen.values() for p in rows]
+    measure_speed(target, arms, timed, records, max_new_tokens=config.speed_max_new_tokens, baseline=True)
+    say("comparing every answer with plain decoding")
+    exactness = _exactness(target, arms, records, everything, timed)
+    report = {
+        "title": extra.get("title", f"Speculative decoding of {target.name}"),
+        "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "target": target.name,
+        "suite": {"name": f"{suite.name} v{suite.version}", "sha256": hashlib.sha256(dump_yaml(suite).encode()).hexdigest()},
+        "settings": {
+            "max_new_tokens": suite.max_new_tokens, "temperature": 0.0, "dtype": str(target.model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(), "machine": machine(target), "speed_max_new_tokens": config.speed_max_new_tokens,
+        },
+        "versions": extra["versions"], "arms": [arm.describe() for arm in arms], "domains": list(prompts),
+        "tau": {arm.name: _tau(arm, records, prompts) for arm in arms}, "speed": _speed(arms, records, chosen, timed),
+        "exactness": exactness, "baseline": _baseline(records, timed),
+        "notes": [*notes, *_remarks(chosen, config)], **{key: extra[key] for key in ("coverage", "training") if key in extra},
+    }  # fmt: skip
+    if costs is not None:
+        report["costs"] = {"seconds": costs.seconds, "v": list(costs.v), "c": costs.c}
+    report["advice"] = advice(report)
+    return report
+
+
+def check_exact(report: Mapping[str, Any]) -> None:
+    """Raise `Inexact` naming arms and prompts when an answer was not the target's own."""
+    failed = {arm: cell["failed_ids"] for arm, cell in report["exactness"].items() if cell["failed"]}
+    if failed:
+        raise Inexact(f"answers differ from plain decoding by more than rounding: {json.dumps(failed)}; this is a fault, please report it")
+
+
+def _arms(head: Any, config: EvaluationConfig) -> list[Arm]:
+    s = config.shapes
+    arms = [Arm(PLAIN), Arm("n-gram", NGram(), Chain(s.chain), "n-gram")]
+    if head is not None:
+        drafter, label = HeadDrafter(head), type(head).__name__
+        tree = Tree.dynamic(top_k=s.tree_top_k, depth=s.tree_depth, budget=s.tree_budget)
+        arms += [Arm("head chain", drafter, Chain(s.chain), label), Arm("head tree", drafter, tree, label)]
+    return arms
+
+
+def _with_best_depth(
+    arms: list[Arm], chain: Arm, records: Records, prompts: Sequence[Prompt], costs: Costs
+) -> tuple[list[Arm], str]:
+    """Add the chain depth that measured survival and measured costs predict to be fastest at batch 1, if it is another one."""
+    assert chain.shape is not None
+    survival = tau_table({"": records.of(chain.name, "tau", prompts)}, chain.shape.depth)[""]["acceptance"]
+    depth, gain = advise_depth(survival, costs)
+    known = f"measured costs v(1..{len(costs.v)}) = {', '.join(f'{v:.2f}' for v in costs.v)}, c = {costs.c:.2f}"
+    if depth == 0:
+        return [*arms, Arm("head chain 1", chain.drafter, Chain(1), chain.label)], f"No chain depth is predicted to gain over all domains ({known})."
+    note = f"Predicted best chain at batch 1 over all domains: depth {depth}, {gain:.2f} times plain decoding ({known})."
+    return [*arms, Arm(f"head chain {depth}", chain.drafter, Chain(depth), chain.label)], note
+
+
+def _costs(target: Target, head: Any, config: EvaluationConfig, path: Path) -> Costs:
+    """Costs measured once a run and kept, so that a resumed run advises the same depth."""
+    if path.exists():
+        found = json.loads(path.read_text())
+        return Costs(seconds=found["seconds"], v=tuple(found["v"]), c=found["c"])
+    costs = measure_costs(target, HeadDrafter(head), context=COST_CONTEXT, sizes=config.shapes.chain + 1)
+    path.write_text(json.dumps({"seconds": costs.seconds, "v": costs.v, "c": costs.c}))
+    return costs
+
+
+def _key(target: Target, head: Any, config: EvaluationConfig, suite: Suite) -> str:
+    """Hash of all that the figures depend on."""
+    weights = hashlib.sha256()
+    if head is not None:
+        for name, tensor in sorted(head.state_dict().items()):
+            weights.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    parts = [config.model_dump(mode="json"), suite.model_dump(mode="json"), target.fingerprints, str(target.model.dtype), weights.hexdigest()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tau(arm: Arm, records: Records, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, Any]:
+    depth = arm.shape.depth if arm.shape else 0
+    return tau_table({domain: records.of(arm.name, "tau", rows) for domain, rows in prompts.items()}, depth)
+
+
+def _speed(
+    arms: Sequence[Arm], records: Records, chosen: Mapping[str, Sequence[Prompt]], timed: Sequence[Prompt]
+) -> dict[str, dict[str, Any]]:
+    groups = {**chosen, "all": timed}
+    return {
+        arm.name: {d: speed_cell(records.of(arm.name, "speed", rows), records.of(PLAIN, "speed", rows)) for d, rows in groups.items()}
+        for arm in arms
+    }
+
+
+def _exactness(
+    target: Target, arms: Sequence[Arm], records: Records, everything: Sequence[Prompt], timed: Sequence[Prompt]
+) -> dict[str, Any]:
+    found = {}
+    for arm in arms[1:]:
+        parts = [
+            compare(target, records.of(arm.name, mode, rows), records.of(PLAIN, mode, rows), rows)
+            for mode, rows in (("tau", everything), ("speed", timed))
+        ]
+        failed = [i for part in parts for i in part.failed]
+        sums = {name: sum(getattr(part, name) for part in parts) for name in ("prompts", "equal", "ties")}
+        found[arm.name] = {**sums, "failed": len(failed), "failed_ids": failed}
+    return found
+
+
+def _baseline(records: Records, timed: Sequence[Prompt]) -> dict[str, Any]:
+    """Plain decoding here against transformers' generate(), whole calls, prompts paired."""
+    ours, theirs = (records.of(name, "speed", timed) for name in (PLAIN, "transformers"))
+    quads = [(len(a.tokens), a.seconds, len(b.tokens), b.seconds) for a, b in zip(ours, theirs, strict=True)]
+    interval = bootstrap(quads, ratio_of_ratios)
+    rates = [sum(len(r.tokens) for r in rows) / sum(r.seconds for r in rows) for rows in (theirs, ours)]
+    same = sum(a.tokens == b.tokens for a, b in zip(ours, theirs, strict=True))
+    return {
+        "name": "transformers generate()", "tokens_per_s": rates[0], "plain_tokens_per_s": rates[1], "ratio": interval.value,
+        "lo": interval.lo, "hi": interval.hi, "prompts": len(timed), "equal": same,
+    }  # fmt: skip
+
+
+def _remarks(chosen: Mapping[str, Sequence[Prompt]], config: EvaluationConfig) -> list[str]:
+    few = min(map(len, chosen.values()))
+    return [
+        f"Speed is decoding speed at batch 1 on {few} or more prompts a domain, {config.speed_max_new_tokens} new tokens, without the prompt's "
+        "pass; tau is measured in batches on more prompts. With so few timed prompts an interval is little more than their range.",
+        "A head's tau depends on how long it was trained and on what; this one is a demonstration.",
+    ]
+
+
+def advice(report: Mapping[str, Any]) -> list[str]:
+    """Which drafter to use where, and where none pays: by measured speed-up whose interval lies above 1."""
+    best: dict[str, list[str]] = {}
+    for domain in report["domains"]:
+        cells = {arm["name"]: report["speed"][arm["name"]][domain] for arm in report["arms"][1:]}
+        gains = {name: cell for name, cell in cells.items() if cell["lo"] > 1}
+        name = max(gains, key=lambda n: gains[n]["speedup"], default=PLAIN)
+        best.setdefault(name, []).append(domain + (f" ({gains[name]['speedup']:.2f}×)" if name in gains else ""))
+    nowhere = best.pop(PLAIN, [])
+    parts = [f"{name} for {', '.join(domains)}" for name, domains in best.items()]
+    sentence = ("Use " + "; ".join(parts)) if parts else "Nothing here is faster than plain decoding"
+    rest = f"; no drafter pays for {', '.join(nowhere)}: decode plainly there." if nowhere and parts else "."
+    heads = [arm["name"] for arm in report["arms"] if arm["drafter"] not in ("none", "n-gram")]
+    winning = [d for d in report["domains"] if any(report["speed"][h][d]["tau"] > report["speed"][h][d]["break_even"] for h in heads)]
+    if not heads:
+        return [sentence + rest]
+    where = ", ".join(winning) if winning else "no domain in this run"
+    return [sentence + rest, f"The head's tau lies above its break-even in {where}."]
+
+
+def machine(target: Target) -> str:
+    """The machine in a few words."""
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name(target.device)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,102 @@
+"""`spectrain quickstart`: every stage on a small real model, in one folder, each skipped when it is done."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from rich.console import Console
+
+import spectrain
+from spectrain.cli import stages
+from spectrain.cli.evaluate import check_exact, evaluate
+from spectrain.config import Recipe, load_config
+from spectrain.evaluation.render import terminal_table, write_report
+from spectrain.export.engines import export_head, serve_command
+from spectrain.training.setup import made_with
+
+RECIPE = "recipes/eagle3_smollm2.yaml"
+SHORT = (  # for CI: the same stages in a few minutes
+    "data.max_rows=240", "training.epochs=2", "evaluation.suite=eval/suites/short.yaml", "evaluation.speed_prompts=1",
+    "evaluation.speed_max_new_tokens=32",
+)  # fmt: skip
+WORK = ("answers.jsonl", "answers.made_with.json", "rejected.jsonl", "states", "training", "head", "evaluation", "export", "minutes.json")
+
+
+class Stopwatch:
+    """Says which stage runs, and how long each took."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self.minutes = console, {}
+        self._name, self._begin = "", time.monotonic()
+
+    def start(self, name: str) -> None:
+        self.stop()
+        self._name, self._begin = name, time.monotonic()
+        self._console.rule(f"[bold]{name}", align="left")
+
+    def stop(self) -> None:
+        if self._name:
+            self.minutes[self._name] = (time.monotonic() - self._begin) / 60
+        self._name = ""
+
+
+def clone_root() -> Path:
+    """The folder of the clone that spectrain runs from; ValueError elsewhere."""
+    root = Path(spectrain.__file__).resolve().parents[1]
+    if not (root / RECIPE).is_file():
+        raise ValueError("quickstart needs the recipes and prompts of a clone of spectrain; clone it and run scripts/quickstart.sh there")
+    return root
+
+
+def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, overrides: list[str]) -> dict[str, Any]:
+    """Run all stages; returns the report. Raises ValueError with the way out, or when an answer is not exactly the target's."""
+    root, console = clone_root(), Console()
+    recipe = load_config(Recipe, root / RECIPE, [*(SHORT if short else ()), *overrides])
+    if fresh:
+        for name in WORK:
+            path = out / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    watch, say = Stopwatch(console), console.print
+    watch.start("target")
+    target = stages.open_target(recipe, out)
+    say(f"{recipe.target.name}: {target.num_layers} layers, vocabulary {target.vocab_size}, {recipe.target.dtype} on {target.device}")
+    watch.start("answers")
+    file = out / "answers.jsonl" if fresh_answers else None
+    if file:
+        stages.make_answers(recipe.data.answers, target, root, file)
+    conversations = stages.read_answers(recipe.data.answers, target, root, file)
+    data = stages.make_rows(recipe, target, conversations, out)
+    say(f"{len(conversations)} answers: {len(data.rows)} rows to train on, {len(data.validation)} kept out, {len(data.rejected)} rejected")
+    watch.start("capture and training")
+    result, coverage = stages.run_training(recipe, target, data, out, Accelerator(), say)
+    watch.start("evaluation")
+    head = stages.open_head(out / "head", target)
+    extra = {
+        "title": "SmolLM2-135M-Instruct with an EAGLE-3 head", "versions": made_with(target, {})["versions"],
+        "coverage": {domain: inside / total for domain, (inside, total) in coverage.items()}, "training": {"steps": result.history},
+    }  # fmt: skip
+    report = evaluate(target, head, recipe.evaluation, out / "evaluation", root, extra=extra, say=say)
+    watch.start("report and export")
+    write_report(report, out / "evaluation")
+    folder = export_head(out / "head", "eagle3", out / "export")
+    watch.stop()
+    (out / "minutes.json").write_text(json.dumps(watch.minutes, indent=2) + "\n")
+    show(report, out, console)
+    depth = recipe.evaluation.shapes.chain
+    console.print(f"Serve it with vLLM:\n{serve_command(folder, str(out / 'target'), num_speculative_tokens=depth)}", soft_wrap=True, highlight=False)
+    console.print("Minutes: " + ", ".join(f"{name} {m:.1f}" for name, m in watch.minutes.items()))
+    check_exact(report)
+    return report
+
+
+def show(report: dict[str, Any], out: Path, console: Console) -> None:
+    """The table and the advice, and where the rest is."""
+    for table in terminal_table(report):
+        console.print(table)
+    for sentence in report["advice"]:
+        console.print(f"[bold]{sentence}")
+    console.print(f"Report: {out}/evaluation/report.html, report.md, report.json; head: {out}/head; exported: {out}/export")

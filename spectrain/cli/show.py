@@ -1,0 +1,83 @@
+"""`spectrain generate`: an answer as it comes, with drafted tokens in colour."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from spectrain.cli.stages import open_head
+from spectrain.cli.wiring import generate
+from spectrain.decoding.generate import RowResult
+from spectrain.decoding.shapes import Chain, Shape, Tree
+from spectrain.drafters.lookup import NGram
+from spectrain.target.model import Target, load_target
+
+
+def show_answer(
+    prompt: str, *, target: str, head: Path | None, drafter: str, chain: int, tree: bool, temperature: float, max_new_tokens: int,
+    seed: int, raw: bool, dtype: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Generate one answer; see `spectrain generate --help`. Raises ValueError for a drafter that does not exist."""
+    loaded = load_target(target, dtype=dtype)
+    chosen = _drafter(drafter or ("head" if head else "none"), head, loaded)
+    shape: Shape = Tree.dynamic(top_k=4, depth=5, budget=15) if tree else Chain(chain)
+    asked: Any = prompt if raw else [{"role": "user", "content": prompt}]
+    console = Console(quiet=as_json, highlight=False)
+    printer = _Printer(loaded, console)
+    result = generate(
+        loaded, [asked], drafter=chosen, shape=shape, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed,
+        stream=None if as_json else printer,
+    )  # fmt: skip
+    row = result.rows[0]
+    figures = summary(row)
+    if as_json:
+        print(json.dumps({"text": row.text, "tokens": row.tokens, "finish_reason": row.finish_reason, **figures}))
+        return
+    console.print()
+    kind = "none" if chosen is None else f"{'head' if head and not isinstance(chosen, NGram) else 'ngram'}, {shape}"
+    console.print(
+        f"[dim]{figures['tokens']} tokens in {figures['rounds']} passes: tau {figures['tau']:.2f}, {figures['accepted']} of {figures['drafted']} "
+        f"drafted tokens accepted, {figures['tokens_per_s']:.1f} tokens/s, drafter {kind}, {row.finish_reason}[/dim]"
+    )
+
+
+def _drafter(name: str, head: Path | None, target: Target) -> Any:
+    if name == "none":
+        return None
+    if name == "ngram":
+        return NGram()
+    if name == "head":
+        if head is None:
+            raise ValueError("drafter head needs --head FOLDER; train one with `spectrain train RECIPE`")
+        return open_head(head, target)
+    raise ValueError(f"drafter {name!r} is unknown; choose head, ngram or none")
+
+
+class _Printer:
+    """Prints committed tokens as they come; those before the last of a round were drafted."""
+
+    def __init__(self, target: Target, console: Console) -> None:
+        self._decode, self._console = target.tokenizer.decode, console
+        self._ids: list[int] = []
+        self._shown = ""
+
+    def __call__(self, row: int, tokens: list[int], text: str) -> None:
+        final = self._shown + text  # never beyond what is certain
+        for i, token in enumerate(tokens):
+            self._ids.append(token)
+            so_far = self._decode(self._ids)
+            so_far = so_far if final.startswith(so_far) else final
+            piece, self._shown = so_far[len(self._shown) :], so_far
+            self._console.print(piece, end="", markup=False, style="green" if i + 1 < len(tokens) else None, soft_wrap=True)
+
+
+def summary(row: RowResult) -> dict[str, Any]:
+    """Counts of one answer: tau = committed tokens per verification pass, the prompt's pass and its token left out."""
+    committed, rounds = sum(r.committed for r in row.rounds), len(row.rounds)
+    seconds = sum(sum(r.seconds.values()) for r in row.rounds)
+    return {
+        "tokens": len(row.tokens), "rounds": rounds, "tau": committed / rounds if rounds else 0.0,
+        "drafted": sum(r.drafted for r in row.rounds), "accepted": sum(r.accepted for r in row.rounds),
+        "tokens_per_s": committed / seconds if seconds else 0.0,
+    }  # fmt: skip

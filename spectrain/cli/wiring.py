@@ -1,0 +1,28 @@
+"""What the public API adds to the stages: heads turned into drafters, checks before long work."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from spectrain.decoding.generate import Drafter, Result, Stream
+from spectrain.decoding.generate import generate as run
+from spectrain.decoding.shapes import Shape
+from spectrain.drafters.from_head import HeadDrafter
+from spectrain.target.model import Target
+
+
+def as_drafter(drafter: Any) -> Drafter | None:
+    """A drafter as it is; a draft head wrapped as one; None for none."""
+    return HeadDrafter(drafter) if hasattr(drafter, "extend") else drafter
+
+
+def generate(
+    target: Target, prompts: Sequence[Any], *, drafter: Any = None, shape: Shape | None = None, rule: str = "auto",
+    temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, max_new_tokens: int = 256,
+    stop: Sequence[str] = (), eos: str | int | Iterable[int] | None = "auto", ignore_eos: bool = False,
+    seed: int | Sequence[int] = 0, stream: Stream | None = None,
+) -> Result:  # fmt: skip
+    """`spectrain.decoding.generate.generate`, with a draft head accepted as the drafter; see there for every argument."""
+    return run(
+        target, prompts, drafter=as_drafter(drafter), shape=shape, rule=rule, temperature=temperature, top_p=top_p, top_k=top_k,
+        min_p=min_p, max_new_tokens=max_new_tokens, stop=stop, eos=eos, ignore_eos=ignore_eos, seed=seed, stream=stream,
+    )  # fmt: skip

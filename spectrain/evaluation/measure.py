@@ -1,0 +1,224 @@
+"""Run the arms of a comparison over the same prompts: tau in batches, speed one prompt at a time, exactness against plain decoding.
+
+Every answer is a line of `records.jsonl`, written when it is done; a second call makes only what is missing, and every table can be
+recomputed from the file.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from spectrain.config import Suite
+from spectrain.data.formats import Prompt, read_jsonl, read_prompts
+from spectrain.decoding.generate import Drafter, StepRecord, generate
+from spectrain.decoding.shapes import Shape
+from spectrain.target.model import Target
+
+TIE = 1e-3  # gap of the two best logits below which a difference is rounding
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode. `drafter=None` is plain decoding."""
+
+    name: str
+    drafter: Drafter | None = None
+    shape: Shape | None = None
+    label: str = "none"
+
+    def describe(self) -> dict[str, Any]:
+        s = self.shape
+        return {
+            "name": self.name, "drafter": self.label, "shape": str(s) if s else "–", "depth": s.depth if s else 0,
+            "width": s.width if s else 1, "budget": s.budget if s else 0, "rule": "greedy",
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Record:
+    """One answer: `mode` is "tau" (batched) or "speed" (alone). seconds: whole call; decode_seconds: without the prompt's pass."""
+
+    arm: str
+    mode: str
+    id: str
+    domain: str
+    tokens: list[int]
+    seconds: float
+    decode_seconds: float
+    rounds: list[StepRecord] = field(default_factory=list)
+
+
+class Records:
+    """`records.jsonl`: what has been measured under one key (hash of all that the figures depend on)."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self._path, self._key = path, key
+        self.found: dict[tuple[str, str, str], Record] = {}
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        content = self._path.read_bytes()
+        if not content.endswith(b"\n"):  # the last write was cut short
+            with self._path.open("r+b") as file:
+                file.truncate(content.rfind(b"\n") + 1)
+        for _, row in read_jsonl(self._path):
+            if row.pop("key") == self._key:
+                record = Record(**{**row, "rounds": [StepRecord(*r) for r in row["rounds"]]})
+                self.found[record.arm, record.mode, record.id] = record
+
+    def add(self, records: Sequence[Record]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            for record in records:
+                rounds = [[r.drafted, r.accepted, r.committed, {k: round(s, 6) for k, s in r.seconds.items()}] for r in record.rounds]
+                file.write(json.dumps({"key": self._key, **asdict(record), "rounds": rounds}) + "\n")
+                self.found[record.arm, record.mode, record.id] = record
+            file.flush()
+            os.fsync(file.fileno())
+
+    def of(self, arm: str, mode: str, prompts: Sequence[Prompt]) -> list[Record]:
+        """Records of these prompts, in their order."""
+        return [self.found[arm, mode, p.id] for p in prompts]
+
+
+def suite_prompts(suite: Suite, target: Target, root: Path) -> dict[str, list[Prompt]]:
+    """The suite's prompts by domain: first turns that fit, chosen by a hash of id and seed. ValueError if a domain has too few."""
+    chosen: dict[str, list[Prompt]] = {}
+    for domain, number in suite.prompts.items():
+        fits = [p for p in read_prompts(root / suite.folder / f"{domain}.jsonl") if len(target.encode(p.chat)) <= suite.max_prompt_tokens]
+        if len(fits) < number:
+            raise ValueError(f"suite {suite.name} wants {number} {domain} prompts of at most {suite.max_prompt_tokens} tokens, {len(fits)} fit")
+        chosen[domain] = sorted(fits, key=lambda p: hashlib.sha256(f"{suite.seed}:{p.id}".encode()).digest())[:number]
+    return chosen
+
+
+def speed_subset(prompts: dict[str, list[Prompt]], target: Target, *, number: int, max_tokens: int) -> dict[str, list[Prompt]]:
+    """Of each domain the first `number` prompts of at most `max_tokens` tokens, or its shortest one when none is that short."""
+    lengths = {p.id: len(target.encode(p.chat)) for rows in prompts.values() for p in rows}
+    fits = {domain: [p for p in rows if lengths[p.id] <= max_tokens][:number] for domain, rows in prompts.items()}
+    return {domain: rows or [min(prompts[domain], key=lambda p: lengths[p.id])] for domain, rows in fits.items()}
+
+
+def measure_tau(
+    target: Target, arm: Arm, prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, batch_size: int
+) -> None:
+    """Answer the prompts in batches of similar length, greedily; adds what is missing to the records."""
+    todo = sorted((p for p in prompts if (arm.name, "tau", p.id) not in records.found), key=lambda p: len(p.turns[0]))
+    with tqdm(total=len(todo), desc=f"tau: {arm.name}", unit="prompt", disable=None) as bar:
+        for start in range(0, len(todo), batch_size):
+            batch = todo[start : start + batch_size]
+            result = generate(target, [p.chat for p in batch], drafter=arm.drafter, shape=arm.shape, max_new_tokens=max_new_tokens)
+            share = result.seconds / len(batch)
+            records.add(
+                [Record(arm.name, "tau", p.id, p.domain, r.tokens, share, share, r.rounds) for p, r in zip(batch, result.rows, strict=True)]
+            )
+            bar.update(len(batch))
+
+
+def measure_speed(target: Target, arms: Sequence[Arm], prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, baseline: bool) -> None:
+    """Time the arms one prompt at a time, interleaved prompt by prompt in rotating order, after a warm-up outside the clock.
+
+    baseline: also time `generate()` of transformers on the same prompts (the arm "transformers").
+    """
+    names = [arm.name for arm in arms] + (["transformers"] if baseline else [])
+    todo = [(p, n) for p in prompts for n in names if (n, "speed", p.id) not in records.found]
+    if not todo:
+        return
+    by_name = {arm.name: arm for arm in arms}
+
+    def run(name: str, prompt: Prompt, tokens: int) -> Record:
+        if name == "transformers":
+            return _with_transformers(target, prompt, tokens)
+        arm = by_name[name]
+        result = generate(target, [prompt.chat], drafter=arm.drafter, shape=arm.shape, max_new_tokens=tokens)
+        row = result.rows[0]
+        return Record(name, "speed", prompt.id, prompt.domain, row.tokens, result.seconds, result.seconds - row.prefill_seconds, row.rounds)
+
+    for name in names:
+        run(name, prompts[0], 8)
+    with tqdm(total=len(todo), desc="speed", unit="run", disable=None) as bar:
+        for i, prompt in enumerate(prompts):
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                if (name, "speed", prompt.id) not in records.found:
+                    records.add([run(name, prompt, max_new_tokens)])
+                    bar.update()
+
+
+def _with_transformers(target: Target, prompt: Prompt, max_new_tokens: int) -> Record:
+    """The same answer by transformers' own greedy `generate()` with its default attention."""
+    ids_1L = torch.tensor([target.encode(prompt.chat)], device=target.device)
+    ours = target.model.config._attn_implementation
+    target.model.set_attn_implementation("sdpa")
+    try:
+        begin = time.perf_counter()
+        out = target.model.generate(ids_1L, attention_mask=torch.ones_like(ids_1L), max_new_tokens=max_new_tokens, do_sample=False)
+        tokens = out[0, ids_1L.shape[1] :].tolist()
+        seconds = time.perf_counter() - begin
+    finally:
+        target.model.set_attn_implementation(ours)
+    return Record("transformers", "speed", prompt.id, prompt.domain, tokens, seconds, seconds)
+
+
+@dataclass
+class Exactness:
+    """How an arm's answers compare with plain decoding's. failed: ids of prompts that differ by more than rounding."""
+
+    prompts: int = 0
+    equal: int = 0
+    ties: int = 0
+    failed: list[str] = field(default_factory=list)
+
+
+def compare(target: Target, records: Sequence[Record], plain: Sequence[Record], prompts: Sequence[Prompt]) -> Exactness:
+    """Classify each answer: equal to plain decoding, a numeric tie at the first difference, or a failure."""
+    found = Exactness()
+    for record, reference, prompt in zip(records, plain, prompts, strict=True):
+        found.prompts += 1
+        if record.tokens == reference.tokens:
+            found.equal += 1
+            continue
+        at = next(_differing(record.tokens, reference.tokens))
+        if gap(target, [*target.encode(prompt.chat), *reference.tokens[:at]]) < TIE:
+            found.ties += 1
+        else:
+            found.failed.append(prompt.id)
+    return found
+
+
+def _differing(a: Sequence[int], b: Sequence[int]) -> Iterator[int]:
+    yield from (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    yield min(len(a), len(b))
+
+
+def gap(target: Target, ids: Sequence[int]) -> float:
+    """Distance of the target's two best logits after these tokens."""
+    L = len(ids)
+    mask = torch.ones(1, 1, L, L, dtype=torch.bool, device=target.device).tril()
+    positions = torch.arange(L, device=target.device)[None]
+    out = target.forward(torch.tensor([ids], device=target.device), positions_BN=positions, mask_B1NS=mask, cache=None, logits_to_keep=1)
+    best = out.logits_BKV[0, -1].topk(2).values
+    return float(best[0] - best[1])
+
+
+def acceptance_probe(target: Target, prompts: Sequence[Prompt], shape: Shape, max_new_tokens: int, drafter: Callable[[Any], Drafter]) -> Callable[[Any], float]:
+    """A function head -> measured tau (macro over domains) on these prompts, for choosing the best checkpoint."""
+
+    def measured(head: Any) -> float:
+        result = generate(target, [p.chat for p in prompts], drafter=drafter(head), shape=shape, max_new_tokens=max_new_tokens)
+        sums: dict[str, list[int]] = {}
+        for prompt, row in zip(prompts, result.rows, strict=True):
+            both = sums.setdefault(prompt.domain, [0, 0])
+            both[0] += sum(r.committed for r in row.rounds)
+            both[1] += len(row.rounds)
+        return sum(tokens / max(1, rounds) for tokens, rounds in sums.values()) / len(sums)
+
+    return measured
