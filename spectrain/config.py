@@ -76,13 +76,13 @@ class TrainingConfig(Stage):
     epochs: Positive = 3
     ttt_steps: Positive = 3
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    tokens_per_step: Positive = 512
+    tokens_per_step: Positive = 256
     accumulation: Positive = 1
-    lr: Annotated[float, Field(gt=0)] = 1e-3
+    lr: Annotated[float, Field(gt=0)] = 2e-3
     warmup: Fraction = 0.04
     final_lr: Fraction = 0.05
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.99)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     evals_per_epoch: Positive = 1
@@ -176,7 +176,10 @@ def load_config(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) 
         key, found, value = override.partition("=")
         if not found or not key:
             raise ValueError(f"--set needs key=value, found {override!r}; for example --set training.epochs=2")
-        _put(values, key.split("."), parse_yaml(value))
+        try:
+            _put(values, key.split("."), parse_yaml(value))
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {override}: the value is not valid YAML: {error}") from error
     return validate(kind, values, where=str(path))
 
 

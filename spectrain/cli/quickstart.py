@@ -22,14 +22,15 @@ SHORT = (  # for CI: the same stages in a few minutes
     "data.max_rows=240", "training.epochs=2", "evaluation.suite=eval/suites/short.yaml", "evaluation.speed_prompts=1",
     "evaluation.speed_max_new_tokens=32",
 )  # fmt: skip
-WORK = ("answers.jsonl", "answers.made_with.json", "rejected.jsonl", "states", "training", "head", "evaluation", "export", "minutes.json")
+WORK = ("answers.jsonl", "answers.made_with.json", "rejected.jsonl", "states", "training", "head", "last", "evaluation", "export", "minutes.json")
 
 
 class Stopwatch:
     """Says which stage runs, and how long each took."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self.minutes = console, {}
+        self._console = console
+        self.minutes: dict[str, float] = {}
         self._name, self._begin = "", time.monotonic()
 
     def start(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """Each stage of a run wired to its inputs: recipe in, files out. A stage that finds its work done does nothing again.
 
 A run's folder holds target/ (only for a target from a package), answers.jsonl (only fresh ones), rejected.jsonl, states/, training/,
-head/, evaluation/ and export/.
+head/ (the best), last/, evaluation/ and export/.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ from spectrain.training.setup import coverage_by_domain, layer_ids, made_with, n
 PACKAGE = "package:"
 PROBE_TOKENS = 48  # new tokens an answer when a checkpoint's acceptance is measured
 PROBE_PROMPT_TOKENS = 256
+NAMES = {"best": "head", "last": "last"}  # folders of the saved heads
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def run_training(
     result = train(
         head, store, recipe.training, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=out / "training",
         accelerator=accelerator, identity=identity, on_eval=probe if data.validation else None,
-        save=lambda trained, name: save_head(trained, out / "head", run_yaml=dump_yaml(recipe), made_with=record),
+        save=lambda trained, name: save_head(trained, out / NAMES[name], run_yaml=dump_yaml(recipe), made_with=record),
     )  # fmt: skip
     return result, coverage
 

@@ -10,9 +10,12 @@ from spectrain.drafters.from_head import HeadDrafter
 from spectrain.target.model import Target
 
 
-def as_drafter(drafter: Any) -> Drafter | None:
-    """A drafter as it is; a draft head wrapped as one; None for none."""
-    return HeadDrafter(drafter) if hasattr(drafter, "extend") else drafter
+def as_drafter(drafter: Any) -> Drafter:
+    """A drafter as it is; a draft head wrapped as one."""
+    if hasattr(drafter, "extend"):
+        return HeadDrafter(drafter)
+    found: Drafter = drafter
+    return found
 
 
 def generate(
@@ -23,6 +26,6 @@ def generate(
 ) -> Result:  # fmt: skip
     """`spectrain.decoding.generate.generate`, with a draft head accepted as the drafter; see there for every argument."""
     return run(
-        target, prompts, drafter=as_drafter(drafter), shape=shape, rule=rule, temperature=temperature, top_p=top_p, top_k=top_k,
+        target, prompts, drafter=None if drafter is None else as_drafter(drafter), shape=shape, rule=rule, temperature=temperature, top_p=top_p, top_k=top_k,
         min_p=min_p, max_new_tokens=max_new_tokens, stop=stop, eos=eos, ignore_eos=ignore_eos, seed=seed, stream=stream,
     )  # fmt: skip

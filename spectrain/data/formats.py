@@ -40,14 +40,17 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, object) of every line; only a line feed ends a line. ValueError names file and line."""
     if not path.is_file():
         raise ValueError(f"no file {path}")
-    with path.open(encoding="utf-8", newline="\n") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                value = json.loads(line)
+                value = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not UTF-8 (byte {error.start + 1}); mend or remove the line") from error
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at character {error.pos + 1}); mend or remove the line") from error
+                where = f"{error.msg} at character {error.pos + 1}"
+                raise ValueError(f"{path}, line {number}: not JSON ({where}); mend or remove the line") from error
             if not isinstance(value, dict):
                 raise ValueError(f"{path}, line {number}: needed a JSON object, found {type(value).__name__}")
             yield number, value
@@ -73,8 +76,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     for number, row in read_jsonl(path):
         _need(row, ("id", "domain", "messages"), path, number)
         messages = row["messages"]
-        well = isinstance(messages, list) and messages
-        if not well or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
+        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
             raise ValueError(f"{path}, line {number}: `messages` must be a list of objects with text under role and content")
         conversations.append(
             Conversation(
@@ -85,6 +87,10 @@ def read_conversations(path: Path) -> list[Conversation]:
     if not conversations:
         raise ValueError(f"{path} holds no conversations")
     return conversations
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 def _need(row: Mapping[str, Any], keys: tuple[str, ...], path: Path, number: int) -> None:
@@ -103,6 +109,7 @@ def mix_prompts(prompts: Iterable[Prompt], mix: Mapping[str, int], *, seed: int,
     for domain, number in mix.items():
         picked = list(islice((p for p in ranked if p.domain == domain and fits(p)), number))
         if len(picked) < number:
-            raise ValueError(f"{number} {domain} prompts asked for, only {len(picked)} there that fit; lower the number or the length limit")
+            found = f"{number} {domain} prompts asked for, only {len(picked)} there that fit"
+            raise ValueError(f"{found}; lower the number or the length limit")
         chosen += picked
     return chosen

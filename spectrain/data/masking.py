@@ -6,9 +6,12 @@ between the text of its generation prompt and the end-of-answer token, that toke
 Legend: L tokens.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from jinja2 import TemplateError
 
 
 @dataclass(frozen=True)
@@ -38,31 +41,51 @@ def encode_chat(
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     mask = [0] * len(ids)
-    ends = {tokenizer.eos_token_id}
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _render(tokenizer, messages[:turn], tools, generate=True)
         whole = _render(tokenizer, messages[: turn + 1], tools)
+        prompt = _render(tokenizer, messages[:turn], tools, generate=True) if turn else _opening(tokenizer, message, whole, tools)
         if not whole.startswith(prompt):
             raise ValueError(
                 f"turn {turn + 1}: the chat template does not continue its generation prompt with the answer; this template needs a "
                 "rendering of its own (one row a turn)"
             )
         if text.startswith(whole):
-            _supervise(mask, ids, offsets, begin=len(prompt), end=len(whole), ends=ends)
+            for i in _said(tokenizer, text, ids, offsets, begin=len(prompt), end=len(whole)):
+                mask[i] = 1
     if not any(mask[:max_length]):
         raise ValueError("no token of an assistant turn to learn from; is there an assistant turn, and does it start before max_length?")
     return ids[:max_length], mask[:max_length]
 
 
-def _supervise(mask: list[int], ids: Sequence[int], offsets: Sequence[tuple[int, int]], *, begin: int, end: int, ends: set[int]) -> None:
-    """Set the mask for the tokens that start in [begin, end), up to and with the last end-of-answer token there."""
-    inside = [i for i, (first, last) in enumerate(offsets) if begin <= first < end and last > first]
-    stops = [i for i in inside if ids[i] in ends]
-    for i in inside:
-        if not stops or i <= stops[-1]:
-            mask[i] = 1
+def _said(
+    tokenizer: Any, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], *, begin: int, end: int
+) -> Sequence[int]:
+    """Numbers of the tokens of the turn text[begin:end], up to and with its end-of-answer token.
+
+    That is the tokenizer's own end, or else a special token with nothing but space behind it, or else the tokenizer's end right
+    behind the turn: some templates write it as part of the next message.
+    """
+    # Some tokenizers leave spaces out of the offsets: a token of spaces alone then has width 0 and stands at its last character.
+    inside = [i for i, (first, last) in enumerate(offsets) if (begin <= first < end if last > first else begin < last <= end)]
+    ends = _end_ids(tokenizer)
+    own = [i for i in inside if ids[i] == tokenizer.eos_token_id]
+    closing = [i for i in inside if ids[i] in ends and not text[offsets[i][1] : end].strip()]
+    if own or closing:
+        return [i for i in inside if i <= (own or closing)[-1]]
+    behind = inside[-1] + 1 if inside else len(ids)
+    return [*inside, behind] if ids[behind : behind + 1] == [tokenizer.eos_token_id] else inside
+
+
+def _end_ids(tokenizer: Any) -> set[int]:
+    """Ids that may close an answer: the tokenizer's end and its other special tokens."""
+    return {tokenizer.eos_token_id, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+
+
+def _opening(tokenizer: Any, message: Mapping[str, Any], whole: str, tools: Sequence[Any] | None) -> str:
+    """What stands before the content of a first turn, where no template can render the prompt of nothing."""
+    return os.path.commonprefix([whole, _render(tokenizer, [{**message, "content": "\0"}], tools)])
 
 
 def encode_conversation(tokenizer: Any, conversation: Any, max_length: int | None = None) -> Row:
@@ -71,7 +94,7 @@ def encode_conversation(tokenizer: Any, conversation: Any, max_length: int | Non
     ids, mask = encode_chat(tokenizer, conversation.messages)
     if conversation.finish_reason == "length":
         last = max(i for i, m in enumerate(mask) if m)
-        keep = last if ids[last] == tokenizer.eos_token_id else last + 1
+        keep = last if ids[last] in _end_ids(tokenizer) else last + 1
         ids, mask = ids[:keep], mask[:keep]
     if not any(mask[:max_length]):
         raise ValueError(f"the answer starts after max_length {max_length}")
@@ -79,4 +102,8 @@ def encode_conversation(tokenizer: Any, conversation: Any, max_length: int | Non
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, generate: bool = False) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=generate))
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=generate))
+    except TemplateError as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise ValueError(f"the chat template refuses the turns {roles}: {error}") from error

@@ -32,7 +32,7 @@ def accept(p_BNV: Tensor, tree: DraftTree, rule: str, coins: Coins | None) -> Ac
     coins: needed by `point_mass`. Raises ValueError for a rule that does not exist or does not fit.
     """
     if rule not in RULES:
-        raise ValueError(f"rule {rule!r} is unknown; choose one of auto, {', '.join(RULES)}")
+        raise ValueError(f"rule {rule!r} is unknown; choose one of {', '.join(RULES)}")
     if p_BNV.shape[:2] != tree.tokens_BN.shape:
         raise ValueError(f"p has {tuple(p_BNV.shape[:2])} rows and nodes, the tree has {tuple(tree.tokens_BN.shape)}")
     check_tree(tree)

@@ -41,12 +41,14 @@ class DraftSession(Protocol):
 
 
 class Drafter(Protocol):
-    """What `generate` asks of a drafter. `layer_ids`: the target's states it reads (hs numbers)."""
+    """What `generate` asks of a drafter."""
 
-    layer_ids: tuple[int, ...]
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The target's states that it reads (hs numbers)."""
 
     def start(self, target: Target, rows: int, max_length: int) -> DraftSession:
-        """A session for `rows` rows of at most `max_length` tokens, drafts included."""
+        """A session for `rows` rows of at most `max_length` tokens; every candidate of a draft counts, kept or not."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,13 @@ def generate(
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     shape = shape or Chain(5)
     ends = frozenset() if ignore_eos else _eos_ids(eos, target)
-    rows = _rows(target, prompts, ends, tuple(stop), max_new_tokens, seed)
+    rows = _rows(target, prompts, ends, _stop_strings(stop), max_new_tokens, seed)
     if not rows:
         return Result(rows=[], seconds=0.0)
     nodes = 1 + shape.budget if drafter else 1
-    max_length = max(row.prompt_length + row.stop.max_new_tokens for row in rows) + nodes
-    session = drafter.start(target, len(rows), max_length) if drafter else None
+    # Twice the nodes: a row may end with a whole block accepted and then wait in the batch through further rounds.
+    max_length = max(row.prompt_length + row.stop.max_new_tokens for row in rows) + 2 * nodes
+    session = drafter.start(target, len(rows), max_length + shape.width * shape.depth) if drafter else None
     layer_ids = drafter.layer_ids if drafter else ()
     batch = _Batch(rows=list(rows), cache=target.new_cache(len(rows), max_length), session=session)
     _prefill(target, batch, layer_ids, sampling, rule, stream)
@@ -160,16 +163,32 @@ def _eos_ids(eos: str | int | Iterable[int] | None, target: Target) -> frozenset
     return frozenset([eos] if isinstance(eos, int) else eos)
 
 
+def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(strings):
+        raise ValueError("a stop string is empty: it would end every answer at once; leave it out")
+    return strings
+
+
+def _seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    seeds = [seed] if isinstance(seed, int) else [int(s) for s in seed]
+    if not all(-(2**63) <= s < 2**63 for s in seeds):
+        raise ValueError(f"seeds must fit into 64 bits with sign, found {seed}")
+    if isinstance(seed, int):
+        return [row_seed(seed, b) for b in range(rows)]
+    if len(seeds) != rows:
+        raise ValueError(f"{len(seeds)} seeds for {rows} prompts; pass one seed, or one a prompt")
+    return seeds
+
+
 def _rows(
     target: Target, prompts: Sequence[Any], ends: frozenset[int], stop: tuple[str, ...], max_new_tokens: int, seed: int | Sequence[int]
 ) -> list[_Row]:
-    if isinstance(prompts, str):
-        raise ValueError("prompts must be a list; for one prompt pass [prompt]")
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, dict))):
+        raise ValueError("prompts must be a list of prompts (texts, chats or lists of ids); for one prompt pass [prompt]")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
-    seeds = [row_seed(seed, b) for b in range(len(prompts))] if isinstance(seed, int) else [int(s) for s in seed]
-    if len(seeds) != len(prompts):
-        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; pass one seed, or one a prompt")
+    seeds = _seeds(seed, len(prompts))
     rows = []
     for b, prompt in enumerate(prompts):
         ids = target.encode(prompt)
@@ -205,7 +224,7 @@ def _prefill(target: Target, batch: _Batch, layer_ids: tuple[int, ...], sampling
     first_B = accept(probabilities(out.logits_BKV, sampling), root, rule, _coins(batch, device)).next_B
     if batch.session is not None:
         left_BL = (torch.arange(L, device=device) + pad_B[:, None]).clamp(max=L - 1)  # to columns that start at 0
-        states_BLF = None if out.states_BNF is None else out.states_BNF.gather(1, left_BL[..., None].expand(-1, -1, out.states_BNF.shape[-1]))
+        states_BLF = _picked(out.states_BNF, left_BL)
         next_BL = torch.cat([ids_BL, first_B[:, None]], dim=1)[:, 1:].gather(1, left_BL)
         with clock("commit"):
             batch.session.observe(states_BLF, next_BL, length_B)
@@ -224,11 +243,13 @@ def _round(
     with clock("verify"):
         start_B1 = cache.lengths_B[:, None]
         ancestors_BNN = ancestors(tree.parents_BN) if not tree.is_chain else _causal(tree)
+        # Nodes past the model's last position are never kept; some models have no row for them.
+        positions_BN = (start_B1 + ancestors_BNN.sum(-1) - 1).clamp(max=target.max_length - 1)
         cache.stage(tree.width)
         alone = tree.width == 1 and len(batch.rows) == 1
         out = target.forward(
-            tree.tokens_BN, positions_BN=start_B1 + ancestors_BNN.sum(-1) - 1,
-            mask_B1NS=None if alone else cache.visible(ancestors_BNN), cache=cache, layer_ids=layer_ids,
+            tree.tokens_BN, positions_BN=positions_BN, mask_B1NS=None if alone else cache.visible(ancestors_BNN), cache=cache,
+            layer_ids=layer_ids,
         )  # fmt: skip
     with clock("accept"):
         accepted = accept(probabilities(out.logits_BKV, sampling), tree, rule, _coins(batch, device))
@@ -239,14 +260,18 @@ def _round(
         node_BK = path_BK.clamp(min=0)
         after_BK = tree.tokens_BN.gather(1, node_BK.roll(-1, dims=1)).scatter(1, accepted.length_B[:, None], accepted.next_B[:, None])
         if batch.session is not None:
-            states = None if out.states_BNF is None else out.states_BNF.gather(1, node_BK[..., None].expand(-1, -1, out.states_BNF.shape[-1]))
-            batch.session.observe(states, after_BK, count_B)
+            batch.session.observe(_picked(out.states_BNF, node_BK), after_BK, count_B)
     num, length, new = tree.num_B.tolist(), accepted.length_B.tolist(), after_BK.tolist()
     share = {phase: s / sum(row.reason is None for row in batch.rows) for phase, s in clock.seconds.items()}
     for b, row in enumerate(batch.rows):
         if row.reason is None:
             kept = _keep(row, new[b][: length[b] + 1], stream)
             row.rounds.append(StepRecord(drafted=num[b] - 1, accepted=length[b], committed=kept, seconds=share))
+
+
+def _picked(states_BNF: Tensor | None, at_BK: Tensor) -> Tensor | None:
+    """The states [B, K, F] at the given columns of each row."""
+    return None if states_BNF is None else states_BNF.gather(1, at_BK[..., None].expand(-1, -1, states_BNF.shape[-1]))
 
 
 def _root_only(batch: _Batch, device: torch.device) -> DraftTree:
@@ -293,7 +318,11 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
-        self._wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+        self._device = device
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

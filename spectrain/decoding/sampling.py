@@ -21,8 +21,9 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise ValueError(f"sampling settings out of range: {self}; needed temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1")
+        if not 0 <= self.temperature < float("inf") or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            needed = "temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
+            raise ValueError(f"sampling settings out of range: {self}; needed {needed}")
 
 
 def probabilities(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
@@ -30,7 +31,7 @@ def probabilities(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature == 0:
         best_BN1 = logits_BNV.argmax(-1, keepdim=True)
         return torch.zeros_like(logits_BNV, dtype=torch.float32).scatter_(-1, best_BN1, 1.0)
-    x_BNV = logits_BNV.float() / sampling.temperature
+    x_BNV = logits_BNV.float() / max(sampling.temperature, 1e-30)  # below that float32 overflows; the law is one-hot long before
     if 0 < sampling.top_k < x_BNV.shape[-1]:
         kth_BN1 = x_BNV.topk(sampling.top_k, dim=-1).values[..., -1:]
         x_BNV = x_BNV.masked_fill(x_BNV < kth_BN1, float("-inf"))

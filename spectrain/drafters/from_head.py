@@ -89,6 +89,7 @@ class _HeadSession:
         node_BT = torch.zeros_like(beam_BT)  # their parents among the nodes of the state
         count = T
         for depth in range(2, shape.depth + 1):
+            assert state is not None
             first = state.hidden_BMH.shape[1]
             beam_tokens_BT = torch.cat(tokens, dim=1).gather(1, beam_BT)
             beam_scores_BT = torch.cat(scores, dim=1).gather(1, beam_BT)
@@ -109,7 +110,8 @@ class _HeadSession:
 def _pruned(root_B1: Tensor, tokens_BC: Tensor, parents_BC: Tensor, scores_BC: Tensor, depth_BC: Tensor, *, budget: int) -> DraftTree:
     """The `budget` best candidates as a tree below the root."""
     kept_BN = keep_best(scores_BC, depth_BC, budget)
-    number_BC = torch.zeros_like(parents_BC).scatter(1, kept_BN, torch.arange(1, kept_BN.shape[1] + 1, device=kept_BN.device).expand_as(kept_BN))
+    node_BN = torch.arange(1, kept_BN.shape[1] + 1, device=kept_BN.device).expand_as(kept_BN)
+    number_BC = torch.zeros_like(parents_BC).scatter(1, kept_BN, node_BN)
     parent_BN = parents_BC.gather(1, kept_BN)
     parent_BN = torch.where(parent_BN < 0, 0, number_BC.gather(1, parent_BN.clamp(min=0)))
     minus_B1 = torch.full_like(root_B1, -1)

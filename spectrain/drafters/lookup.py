@@ -44,7 +44,8 @@ class _Lookup:
         """Nothing is kept by row."""
 
     def propose(self, committed: Sequence[Sequence[int]], shape: Shape) -> DraftTree | None:
-        return ragged_chain(committed, [lookup(ids, shape.depth, self.settings) for ids in committed], self.device)
+        limit = min(shape.depth, shape.budget)
+        return ragged_chain(committed, [lookup(ids, limit, self.settings) for ids in committed], self.device)
 
 
 def lookup(ids: Sequence[int], depth: int, settings: NGram) -> list[int]:

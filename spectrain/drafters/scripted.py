@@ -15,7 +15,7 @@ from spectrain.target.model import Target
 class Scripted:
     """`fn(ids) -> list of drafted ids` for the committed ids of one row, [] for none. A point mass.
 
-    Drafts beyond the shape's depth are cut off.
+    Drafts beyond the shape's depth or budget are cut off.
     """
 
     fn: Callable[[list[int]], list[int]]
@@ -37,7 +37,8 @@ class _Script:
         """Nothing is kept by row."""
 
     def propose(self, committed: Sequence[Sequence[int]], shape: Shape) -> DraftTree | None:
-        return ragged_chain(committed, [self.fn(list(ids))[: shape.depth] for ids in committed], self.device)
+        limit = min(shape.depth, shape.budget)
+        return ragged_chain(committed, [self.fn(list(ids))[:limit] for ids in committed], self.device)
 
 
 def ragged_chain(committed: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]], device: torch.device) -> DraftTree | None:

@@ -21,6 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from spectrain.config import validate
+
 HEADS = {"eagle3": "spectrain.heads.eagle3:Eagle3"}
 FORMAT = 1
 
@@ -121,7 +123,7 @@ def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device:
     if config.pop("format", None) != FORMAT:
         raise ValueError(f"{folder} is of another format than {FORMAT}; update spectrain or train the head anew")
     cls = head_class(config.pop("head", ""))
-    head = cls(cls.Config.model_validate(config))
+    head = cls(validate(cls.Config, config, where=f"{folder}/config.json"))
     try:
         head.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
     except (SafetensorError, FileNotFoundError, RuntimeError) as error:

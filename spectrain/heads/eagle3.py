@@ -44,7 +44,8 @@ def default_layer_ids(num_layers: int) -> tuple[int, ...]:
     """(2, n // 2, n - 3), the published choice; ValueError for targets so shallow that these collide."""
     ids = (2, num_layers // 2, num_layers - 3)
     if not ids[0] < ids[1] < ids[2]:
-        raise ValueError(f"a target of {num_layers} layers is too shallow for hs{list(ids)}; name rising ids with --set head.layer_ids=[1,2,3]")
+        way_out = "name rising ids with --set head.layer_ids=[1,2,3]"
+        raise ValueError(f"a target of {num_layers} layers is too shallow for hs{list(ids)}; {way_out}")
     return ids
 
 
@@ -73,6 +74,8 @@ class Eagle3(nn.Module):
     """The head. Parameters are named as in the published flat checkpoints."""
 
     Config = Eagle3Config
+    d2t: Tensor
+    t2d: Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -110,7 +113,7 @@ class Eagle3(nn.Module):
         """
         generator = torch.Generator().manual_seed(seed)
         H = self.config.hidden_size
-        for name, parameter in self.named_parameters():
+        for parameter in self.parameters():
             if parameter.dim() == 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
         self.d2t.copy_(target_ids.cpu() - torch.arange(len(target_ids)))
@@ -120,6 +123,8 @@ class Eagle3(nn.Module):
         self.norm.weight.copy_(norm)
         if layer is None:
             return
+        # Random weights on the other states would drown it: their first token reaches 25,000 in some models.
+        self.fc.weight.zero_()
         self.fc.weight[:, -H:] += torch.eye(H)
         own = dict(self.midlayer.named_parameters())
         for name, tensor in layer.items():
@@ -204,7 +209,7 @@ class Eagle3(nn.Module):
         B, N = next_BN.shape
         position_BN = cache.stage(N)
         within_NN = torch.ones(N, N, dtype=torch.bool, device=next_BN.device).tril().expand(B, N, N)
-        feature_BNH = self.fc(states_BNF)
+        feature_BNH = self.fc(states_BNF.to(self.fc.weight.dtype))
         feature_BNH, logits_BNV = self._cached(feature_BNH, embed_VW[next_BN], position_BN, cache, within_NN, last_B=count_B)
         cache.commit(count_B)
         fresh_B1H = feature_BNH
@@ -231,8 +236,9 @@ class Eagle3(nn.Module):
         return logits_BNV, DraftState(hidden_BMH=torch.cat([state.hidden_BMH, feature_BNH], dim=1), ancestors_BMM=ancestors_BMM)
 
     def _cached(
-        self, feature_BNH: Tensor, embed_BNH: Tensor, position_BN: Tensor, cache: KeyValueCache, line_BNM: Tensor, last_B: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, feature_BNH: Tensor, embed_BNH: Tensor, position_BN: Tensor, cache: KeyValueCache, line_BNM: Tensor,
+        last_B: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One pass of the layer through the cache; with `last_B` only node last_B - 1 of each row goes beyond the keys."""
         x_BNX = self._qkv(embed_BNH, feature_BNH)
         cos, sin = self._rotary(position_BN)

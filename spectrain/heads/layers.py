@@ -49,7 +49,8 @@ def rotary_frequencies(parameters: Mapping[str, Any], *, head_dim: int, max_posi
     from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = PreTrainedConfig(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=dict(parameters))
+    fields: dict[str, Any] = {"head_dim": head_dim, "max_position_embeddings": max_positions, "rope_parameters": dict(parameters)}
+    config: Any = PreTrainedConfig(**fields)
     config.hidden_size, config.num_attention_heads = head_dim, 1
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
     return frequencies.float(), float(scaling)

@@ -26,6 +26,10 @@ class Counts:
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(a + b for a, b in zip(self.fields, other.fields, strict=True)))
 
+    @classmethod
+    def zeros(cls, steps: int, device: torch.device) -> "Counts":
+        return cls(*(torch.zeros(steps, device=device) for _ in range(4)))
+
     @property
     def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.loss_K, self.alpha_K, self.hits_K, self.rows_K

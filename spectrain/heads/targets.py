@@ -29,7 +29,8 @@ def align(hidden_BLD: Tensor, ids_BL: Tensor, mask_BL: Tensor, *, ahead: int = 2
     Raises ValueError for shapes that differ or `ahead` below 2.
     """
     if hidden_BLD.shape[:2] != ids_BL.shape or mask_BL.shape != ids_BL.shape:
-        raise ValueError(f"hidden {tuple(hidden_BLD.shape)}, ids {tuple(ids_BL.shape)} and mask {tuple(mask_BL.shape)} must agree in rows and length")
+        found = f"hidden {tuple(hidden_BLD.shape)}, ids {tuple(ids_BL.shape)} and mask {tuple(mask_BL.shape)}"
+        raise ValueError(f"{found} must agree in rows and length")
     R = max(ids_BL.shape[1] - ahead, 0)
     counts_BL = counted(mask_BL, ahead=ahead, doc_BL=doc_BL)
     return Aligned(

@@ -117,10 +117,13 @@ class FeatureStore:
             raise ValueError(f"{path} is damaged ({error}); delete it and run the capture again") from error
         ids_L, mask_L = torch.tensor(self.rows[i].ids_L), torch.tensor(self.rows[i].mask_L)
         at_M = mask_L.nonzero()[:, 0]
-        spread = {name: torch.zeros(len(ids_L), *t.shape[1:], dtype=t.dtype).index_copy(0, at_M, t) for name, t in part.items() if name != "states"}
+
+        def spread(t: Tensor) -> Tensor:
+            return torch.zeros(len(ids_L), *t.shape[1:], dtype=t.dtype).index_copy(0, at_M, t)
+
         return Sample(
-            ids_L=ids_L, mask_L=mask_L, states_LF=part["states"].float(), last_LW=spread["last"].float(),
-            best_L=spread["best"], lse_L=spread["lse"],
+            ids_L=ids_L, mask_L=mask_L, states_LF=part["states"].float(), last_LW=spread(part["last"]).float(),
+            best_L=spread(part["best"]), lse_L=spread(part["lse"]),
         )  # fmt: skip
 
 
@@ -142,7 +145,8 @@ def _check_manifest(out: Path, wanted: Mapping[str, Any]) -> None:
     differing = [key for key in wanted if found.get(key) != wanted[key] and key != "target"]
     if differing:
         key = differing[0]
-        raise ValueError(f"{out} is a store with {key} = {found.get(key)!r}, needed {wanted[key]!r}; delete it or capture into a new folder")
+        difference = f"{key} = {found.get(key)!r}, needed {wanted[key]!r}"
+        raise ValueError(f"{out} is a store with {difference}; delete it or capture into a new folder")
 
 
 def _check_space(out: Path, needed: int) -> None:

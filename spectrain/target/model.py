@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from spectrain.kernels import tree_attention
 from spectrain.target.cache import SlabCache
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 @dataclass(frozen=True)
 class TargetOutput:
@@ -91,12 +93,19 @@ class Target:
         # transformers 5.24 renamed `past_key_values` to `cache`.
         return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
-    def new_cache(self, rows: int, max_length: int) -> SlabCache:
-        """An empty cache for `rows` rows; refuses models whose state is no plain key/value cache."""
+    def check_kind(self) -> None:
+        """ValueError unless every layer attends to all that came before: nothing else can be rolled back so far."""
         c = self.config
-        kinds = set(getattr(c, "layer_types", None) or ["full_attention"])
+        # Some models (Mistral, Phi-3) give all layers one window and no list of kinds.
+        windowed = "sliding_attention" if getattr(c, "sliding_window", None) else "full_attention"
+        kinds = set(getattr(c, "layer_types", None) or [windowed])
         if kinds != {"full_attention"}:
             raise ValueError(f"{self.name} has layers of the kinds {sorted(kinds)}; only full_attention can be rolled back so far")
+
+    def new_cache(self, rows: int, max_length: int) -> SlabCache:
+        """An empty cache for `rows` rows; refuses models whose state is no plain key/value cache."""
+        self.check_kind()
+        c = self.config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
         return SlabCache(
@@ -174,26 +183,32 @@ def tap_last(target: Target) -> Iterator[list[Tensor]]:
 def load_target(name: str | Path, *, dtype: str = "float32", device: str | None = None, revision: str | None = None) -> Target:
     """Load a Hub name, a folder or a `.gguf` file, frozen and in evaluation mode.
 
-    Raises ValueError when a path does not exist, or when the tokenizer has more ids than the model has rows.
+    Raises ValueError when a path does not exist, when the model has layers that cannot be rolled back, or when the tokenizer has more
+    ids than the model has rows.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path, text = Path(name), str(name)
-    looks_local = text.endswith(".gguf") or text.startswith((".", "/", "~")) or text.count("/") > 1
-    if looks_local and not path.expanduser().exists():
-        raise ValueError(f"no model at {text}; give a folder, a .gguf file or a Hub name such as HuggingFaceTB/SmolLM2-135M-Instruct")
+    path = Path(name).expanduser()
+    looks_local = str(name).endswith(".gguf") or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
+    if looks_local and not path.exists():
+        raise ValueError(f"no model at {name}; give a folder, a .gguf file or a Hub name such as HuggingFaceTB/SmolLM2-135M-Instruct")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    text = str(path) if looks_local else str(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where: dict[str, Any] = {"revision": revision} if revision else {}
     if text.endswith(".gguf"):
         text, where = str(path.parent), {"gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(text, **where)
-    model = AutoModelForCausalLM.from_pretrained(
-        text, dtype=getattr(torch, dtype), attn_implementation=tree_attention.register(), **where
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        text, dtype=DTYPES[dtype], attn_implementation=tree_attention.register(), **where
     )
     model = model.to(device).eval().requires_grad_(False)
+    target = Target(model=model, tokenizer=tokenizer, name=str(name), revision=revision)
+    target.check_kind()
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         raise ValueError(f"{name}: the tokenizer has {len(tokenizer)} ids, the model only {model.config.vocab_size} rows")
-    return Target(model=model, tokenizer=tokenizer, name=str(name), revision=revision)
+    return target
 
 
 def unpack_gguf(gguf: Path, folder: Path) -> None:

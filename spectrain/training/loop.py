@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,11 +61,8 @@ def train(
     resumed, another is refused. SIGINT and SIGTERM save and raise KeyboardInterrupt. Raises ValueError when no row counts.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
-    lengths, weights = [len(row.ids_L) for row in samples.rows], [row.supervised for row in samples.rows]
     window = config.accumulation * world
-    epochs = [_epoch(lengths, weights, config, epoch, window) for epoch in range(config.epochs)]
-    if not any(epochs):
-        raise ValueError("no supervised token in any row: nothing to train on; check the answers and max_length")
+    epochs = _epochs(samples.rows, config, window)
     steps = [batches for epoch in epochs for batches in epoch]
     total = min(len(steps), config.steps or len(steps))
     measure_at = _measure_steps([len(epoch) for epoch in epochs], config.evals_per_epoch, total)
@@ -82,39 +80,37 @@ def train(
         step, spent = resumed["step"], resumed["seconds"]
         result = TrainResult(step, resumed["best"], resumed["history"])
     progress, started = Progress(total, step, accelerator, config.tracker, out), time.monotonic()
-    saved_at, window_counts = started, None
+    saved_at, measured = started, Counts.zeros(config.ttt_steps, device)
     model.train()
     with GracefulStop() as stop:
         while step < total:
             mine = [steps[step][i] for i in range(rank, window, world)]
             works = [_work(samples, rows, config.ttt_steps, device) for rows in mine]
-            rows_all = accelerator.reduce(sum(w.counts_KR[0].sum() for w in works).float(), reduction="sum").clamp(min=1)
-            counts = None
+            rows_all = accelerator.reduce(torch.stack([w.counts_KR[0].sum() for w in works]).sum().float(), reduction="sum").clamp(min=1)
+            parts = []
             for i, work in enumerate(works):
                 accelerator.gradient_state._set_sync_gradients(i == len(works) - 1)
                 with accelerator.autocast():
                     part = _counts(model, inner, work, embed_VW, rows_VdW, config)
                 # Ranks average their gradients, so the sum over all ranks' rows needs the factor `world`.
                 accelerator.backward(_weighted(part, config) / rows_all * world)
-                counts = part.detach() if counts is None else counts + part.detach()
-            norm = accelerator.clip_grad_norm_(trainable, config.max_grad_norm)
-            if torch.isfinite(norm):
-                optimizer.step()
-            else:
-                progress.note(f"step {step + 1}: gradient not finite, update skipped")
-            schedule.step()
-            optimizer.zero_grad()
+                parts.append(part.detach())
+            updated = _update(optimizer, schedule, trainable, config, accelerator)
             step += 1
             result.steps = step
-            counts = Counts(*(accelerator.reduce(f, reduction="sum") for f in counts.fields))
-            window_counts = counts if window_counts is None else window_counts + counts
+            counts = Counts(*(accelerator.reduce(f, reduction="sum") for f in sum(parts[1:], start=parts[0]).fields))
+            if updated:
+                measured = measured + counts
+            else:
+                progress.note(f"step {step}: gradient not finite, update skipped")
             seconds = spent + time.monotonic() - started
-            progress.step(step, counts, lr=schedule.get_last_lr()[0])
+            progress.step(step, counts, lr=float(schedule.get_last_lr()[0]))
             over = config.max_minutes is not None and seconds > 60 * config.max_minutes
-            if step in measure_at or step == total or over:
-                _measure(inner, model, on_eval, save, result, window_counts, step, seconds, accelerator, progress)
-                window_counts = None
-            if stop.asked or step == total or over or time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
+            last = step == total or over
+            if step in measure_at or last:
+                _measure(inner, model, on_eval, save, result, measured, step, seconds, accelerator, progress, last=last)
+                measured = Counts.zeros(config.ttt_steps, device)
+            if stop.asked or last or time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
                 state = {"step": total if over else step, "seconds": seconds, "best": result.best, "history": result.history}
                 save_checkpoint(out, identity, inner, optimizer, schedule, state, accelerator)
                 saved_at = time.monotonic()
@@ -126,11 +122,31 @@ def train(
     return result
 
 
-def _epoch(lengths: Sequence[int], weights: Sequence[int], config: TrainingConfig, epoch: int, window: int) -> list[list[list[int]]]:
-    """Steps of an epoch, each a window of batches; the last window is filled with empty batches."""
-    batches = plan_batches(lengths, weights, per_batch=config.tokens_per_step, seed=config.seed, epoch=epoch)
-    windows = [batches[i : i + window] for i in range(0, len(batches), window)]
-    return [w + [[]] * (window - len(w)) for w in windows]
+def _epochs(rows: Sequence[Row], config: TrainingConfig, window: int) -> list[list[list[list[int]]]]:
+    """By epoch its steps, each a window of batches; the last window is filled with empty batches. ValueError when no row counts."""
+    # A supervised token counts from the second in a line on: the first one is in hand when drafting starts.
+    weights = [row.supervised if any(a and b for a, b in pairwise(row.mask_L[1:])) else 0 for row in rows]
+    if not any(weights):
+        raise ValueError("no row has two supervised tokens in a line: nothing to train on; check the answers and max_length")
+    epochs = []
+    for epoch in range(config.epochs):
+        batches = plan_batches(
+            [len(row.ids_L) for row in rows], weights, per_batch=config.tokens_per_step, seed=config.seed, epoch=epoch
+        )
+        windows = [batches[i : i + window] for i in range(0, len(batches), window)]
+        epochs.append([w + [[]] * (window - len(w)) for w in windows])
+    return epochs
+
+
+def _update(optimizer: Any, schedule: Any, trainable: Sequence[Tensor], config: TrainingConfig, accelerator: Accelerator) -> bool:
+    """Clip, step, clear; False when the gradient was not finite and the update was left out."""
+    norm = accelerator.clip_grad_norm_(trainable, config.max_grad_norm)
+    finite = bool(torch.isfinite(norm))
+    if finite or accelerator.scaler is not None:  # in float16 the scaler leaves the update out itself, and lowers its scale
+        optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    return finite
 
 
 def _measure_steps(epoch_lengths: Sequence[int], per_epoch: int, total: int) -> set[int]:
@@ -158,15 +174,14 @@ def _work(samples: Samples, rows: Sequence[int], steps: int, device: torch.devic
 
 def _counts(model: Any, head: Any, work: _Work, embed_VW: Tensor, rows_VdW: Tensor, config: TrainingConfig) -> Counts:
     """Loss and metrics of one batch against the target's law after token i + 1 + k, for row i at step k."""
-    batch, L = work.batch, work.batch.ids_BL.shape[1]
+    batch = work.batch
     logits = [logits for _, logits in model(batch, work.row_R, embed_VW, config.ttt_steps)]
     with torch.no_grad():
         at_P = batch.mask_BL.flatten().nonzero()[:, 0]
         p_PV = (batch.last_BLW.flatten(0, 1)[at_P] @ rows_VdW.T - batch.lse_BL.flatten()[at_P, None]).exp()
-        number = torch.zeros(batch.mask_BL.numel(), dtype=torch.long, device=at_P.device).index_put((at_P,), torch.arange(len(at_P), device=at_P.device))
+        number = torch.zeros_like(batch.ids_BL).flatten().index_put((at_P,), torch.arange(len(at_P), device=at_P.device))
         # Beyond the row's end the position is that of a row that does not count at this step.
         position_KR = [(work.row_R + 1 + k).clamp(max=batch.mask_BL.numel() - 1) for k in range(config.ttt_steps)]
-    assert L > 0
     return draft_counts(
         logits, [p_PV[number[x]] for x in position_KR], [batch.best_BL.flatten()[x] for x in position_KR], work.counts_KR,
         head.target_ids,
@@ -180,20 +195,24 @@ def _weighted(counts: Counts, config: TrainingConfig) -> Tensor:
 
 def _measure(
     head: Any, model: Any, on_eval: Callable[[Any], float] | None, save: Callable[[Any, str], None], result: TrainResult,
-    counts: Counts, step: int, seconds: float, accelerator: Accelerator, progress: Progress,
+    counts: Counts, step: int, seconds: float, accelerator: Accelerator, progress: Progress, *, last: bool,
 ) -> None:  # fmt: skip
-    """Measure acceptance with the real generator, keep the best head, go back to training mode."""
+    """Measure acceptance with the real generator, keep the best head (and the last), go back to training mode."""
     tau = None
     if accelerator.is_main_process:
         if on_eval is not None:
             model.eval()
-            tau = on_eval(head)
+            tau = float(on_eval(head))
             model.train()
         if tau is None or result.best is None or tau > result.best:
             result.best = tau
             save(head, "best")
+        if last:
+            save(head, "last")
     accelerator.wait_for_everyone()
     means = counts.means()
-    point = {"step": step, "minutes": seconds / 60, "loss": means["loss"][0], "alpha": means["alpha"], "hit": means["hit"], "measured_tau": tau}
+    point = {
+        "step": step, "minutes": seconds / 60, "loss": means["loss"][0], "alpha": means["alpha"], "hit": means["hit"], "measured_tau": tau,
+    }  # fmt: skip
     result.history.append(point)
     progress.measured(point)

@@ -1,6 +1,7 @@
 """A new head for a target: sizes from the target's config, draft vocabulary from the rows, weights from the target's own."""
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -76,10 +77,5 @@ def final_norm(target: Target) -> Tensor:
 
 def made_with(target: Target, extra: Mapping[str, Any]) -> dict[str, Any]:
     """How an artifact was made: versions, target, hashes."""
-    import accelerate
-    import transformers
-
-    from spectrain import __version__
-
-    versions = {"spectrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__, "accelerate": accelerate.__version__}
+    versions = {name: version(name) for name in ("spectrain", "torch", "transformers", "accelerate")}
     return {"target": target.name, "target_revision": target.revision, "versions": versions, **target.fingerprints, **extra}

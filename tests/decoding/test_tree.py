@@ -1,0 +1,87 @@
+"""Trees and shapes."""
+
+import pytest
+import torch
+
+from spectrain.decoding.shapes import Chain, DynamicTree, Tree, keep_best
+from spectrain.decoding.tree import DraftTree, ancestors, depths
+
+PARENTS = torch.tensor([[-1, 0, 0, 1, 3, 2], [-1, 0, 1, 2, 3, 4]])
+
+
+def test_a_node_misses_an_ancestor_or_sees_a_cousin() -> None:
+    seen = ancestors(PARENTS)
+    lines = [[row.nonzero()[:, 0].tolist() for row in tree] for tree in seen]
+    assert lines[0] == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4], [0, 2, 5]]
+    assert torch.equal(seen[1], torch.ones(6, 6, dtype=torch.bool).tril())
+    assert depths(PARENTS).tolist() == [[0, 1, 1, 2, 3, 2], [0, 1, 2, 3, 4, 5]]
+
+
+def test_chain_has_other_parents() -> None:
+    chain = DraftTree.chain(torch.tensor([[4, 5, 6]]), torch.tensor([3]))
+    assert chain.parents_BN.tolist() == [[-1, 0, 1]] and chain.width == 3 and chain.is_chain
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"law": "greedy"}, "law 'greedy' is unknown"),
+        ({"law": "iid"}, "needs q"),
+        ({"q_BNV": torch.ones(1, 2, 3)}, "takes no q"),
+        ({"parents_BN": torch.zeros(1, 3)}, "rows, nodes"),
+        ({"tokens_BN": torch.zeros(2), "parents_BN": torch.zeros(2)}, "rows, nodes"),
+    ],
+)
+def test_fields_that_do_not_fit_are_taken(fields: dict, message: str) -> None:
+    right = {"tokens_BN": torch.zeros(1, 2), "parents_BN": torch.tensor([[-1, 0]]), "num_B": torch.tensor([2]), "law": "point_mass"}
+    with pytest.raises(ValueError, match=message):
+        DraftTree(**{**right, **fields})
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Chain(0), lambda: Tree.dynamic(top_k=0), lambda: DynamicTree(budget=0), lambda: DynamicTree(depth=0)]
+)
+def test_empty_shape_is_made(make) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        make()
+
+
+def test_law_that_drafts_cannot_follow_is_taken() -> None:
+    with pytest.raises(ValueError, match="not available"):
+        Chain(3, law="iid")
+    assert str(Chain(3, law="point_mass")) == "chain 3" and str(Tree.dynamic(2, 3, 4)) == "tree k=2 d=3 n=4"
+
+
+def connected(kept: list[int], parents: list[int]) -> bool:
+    return all(parents[c] == -1 or parents[c] in kept for c in kept)
+
+
+def test_ties_leave_a_node_without_its_parent() -> None:
+    """Sure drafts (log q = 0) tie with their parents: the shallower node must win."""
+    parents = [-1, -1, 0, 0, 1, 1, 2, 2, 4, 4]
+    depth = torch.tensor([[1, 1, 2, 2, 2, 2, 3, 3, 3, 3]])
+    scores = torch.tensor([[-0.0, -9.0, 0.0, -7.0, -9.0, -9.5, 0.0, -7.0, -9.0, -9.0]])
+    for budget in range(1, 11):
+        kept = keep_best(scores, depth, budget)[0].tolist()
+        assert len(kept) == budget and kept == sorted(kept) and connected(kept, parents)
+    assert keep_best(scores, depth, 3)[0].tolist() == [0, 2, 6]
+    assert keep_best(torch.zeros(1, 10), depth, 2)[0].tolist() == [0, 1]
+
+
+def test_random_scores_leave_a_node_without_its_parent() -> None:
+    g = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        parents, depth, scores = [], [], []
+        for c in range(30):
+            parent = int(torch.randint(-1, c, (1,), generator=g)) if c else -1
+            step = -torch.randint(0, 2, (1,), generator=g).item()  # many ties
+            parents.append(parent)
+            depth.append(1 if parent < 0 else depth[parent] + 1)
+            scores.append(step if parent < 0 else scores[parent] + step)
+        kept = keep_best(torch.tensor([scores]).float(), torch.tensor([depth]), 12)[0].tolist()
+        assert connected(kept, parents)
+        assert min(scores[c] for c in kept) >= max(scores[c] for c in range(30) if c not in kept)
+
+
+def test_budget_above_the_candidates_repeats_some() -> None:
+    assert keep_best(torch.tensor([[-1.0, -2.0]]), torch.tensor([[1, 1]]), 9)[0].tolist() == [0, 1]

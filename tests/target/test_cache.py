@@ -1,0 +1,130 @@
+"""The slab cache: staged entries, committed paths, rows of unequal length."""
+
+import pytest
+import torch
+
+from spectrain.decoding.tree import ancestors
+from spectrain.target.cache import SlabCache
+from spectrain.target.model import Target
+
+
+def causal(nodes: int, rows: int) -> torch.Tensor:
+    return torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, nodes, nodes)
+
+
+def feed(target: Target, cache: SlabCache, ids: list[list[int]]) -> torch.Tensor:
+    """Stage equal pieces of every row and return their logits; the caller commits."""
+    start = cache.lengths_B[:, None]
+    cache.stage(len(ids[0]))
+    line = causal(len(ids[0]), len(ids))
+    out = target.forward(torch.tensor(ids), positions_BN=start + line.sum(-1) - 1, mask_B1NS=cache.visible(line), cache=cache)
+    return out.logits_BKV
+
+
+def fresh(target: Target, eager, ids: list[int]) -> torch.Tensor:
+    return eager(target)(input_ids=torch.tensor([ids]), use_cache=False).logits[0].detach()
+
+
+IDS = [7, 12, 9, 55, 31, 8, 77, 20, 20, 64]
+
+
+@pytest.mark.parametrize("pieces", [[10], [1] * 10, [3, 4, 1, 2], [9, 1]])
+def test_prompt_in_pieces_reads_otherwise(target: Target, eager, pieces: list[int]) -> None:
+    cache, logits, at = target.new_cache(1, 12), [], 0
+    for n in pieces:
+        logits.append(feed(target, cache, [IDS[at : at + n]])[0])
+        cache.commit(torch.tensor([n]))
+        at += n
+    torch.testing.assert_close(torch.cat(logits), fresh(target, eager, IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_left_padded_rows_read_their_padding(target: Target, eager) -> None:
+    prompts = [IDS, IDS[:1], IDS[2:9], IDS[5:8]]
+    L = len(IDS)
+    length = torch.tensor([len(p) for p in prompts])
+    cache = target.new_cache(4, L + 4)
+    for slab in (*cache.keys, *cache.values):
+        slab.fill_(1e4)
+    positions = cache.stage(L, L - length)
+    ids = torch.tensor([[99] * (L - len(p)) + p for p in prompts])
+    mask = (torch.arange(L) <= positions[..., None])[:, None]
+    out = target.forward(ids, positions_BN=positions, mask_B1NS=mask, cache=cache)
+    cache.commit(length)
+    for b, prompt in enumerate(prompts):
+        assert positions[b, L - len(prompt) :].tolist() == list(range(len(prompt)))
+        torch.testing.assert_close(out.logits_BKV[b, L - len(prompt) :], fresh(target, eager, prompt), atol=1e-4, rtol=1e-4)
+    after = feed(target, cache, [[3, 4]] * 4)
+    for b, prompt in enumerate(prompts):
+        torch.testing.assert_close(after[b], fresh(target, eager, [*prompt, 3, 4])[-2:], atol=1e-4, rtol=1e-4)
+
+
+def test_path_of_a_tree_is_not_what_stays_in_the_cache(target: Target, eager) -> None:
+    """Two rows of unequal length, a tree each, different paths: node logits and the next pass equal fresh forwards."""
+    prompts = [IDS, IDS[:4]]
+    cache = target.new_cache(2, 30)
+    positions = cache.stage(10, torch.tensor([0, 6]))
+    ids = torch.tensor([prompts[0], [0] * 6 + prompts[1]])
+    target.forward(ids, positions_BN=positions, mask_B1NS=(torch.arange(10) <= positions[..., None])[:, None], cache=cache)
+    cache.commit(torch.tensor([10, 4]))
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 10], [15, 16, 17, 18, 19, 11]])
+    parents = torch.tensor([[-1, 0, 0, 1, 3, 2], [-1, 0, 1, 1, 0, 4]])
+    line = ancestors(parents)
+    start = cache.lengths_B[:, None]
+    cache.stage(6)
+    out = target.forward(tokens, positions_BN=start + line.sum(-1) - 1, mask_B1NS=cache.visible(line), cache=cache)
+    for b, prompt in enumerate(prompts):
+        for n in range(6):
+            path = tokens[b][line[b, n]].tolist()
+            torch.testing.assert_close(out.logits_BKV[b, n], fresh(target, eager, [*prompt, *path])[-1], atol=1e-4, rtol=1e-4)
+    cache.commit(torch.tensor([4, 2]), torch.tensor([[0, 1, 3, 4], [0, 4, -1, -1]]))
+    assert cache.lengths_B.tolist() == [14, 6]
+    after = feed(target, cache, [[21], [22]])
+    torch.testing.assert_close(after[0, 0], fresh(target, eager, [*prompts[0], 5, 6, 8, 9, 21])[-1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after[1, 0], fresh(target, eager, [*prompts[1], 15, 19, 22])[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_slots_never_written_are_read(target: Target, eager) -> None:
+    cache = target.new_cache(1, 20)
+    for slab in (*cache.keys, *cache.values):
+        slab.fill_(float("nan"))
+    feed(target, cache, [IDS[:6]])
+    cache.commit(torch.tensor([6]))
+    logits = feed(target, cache, [IDS[6:]])
+    torch.testing.assert_close(logits[0], fresh(target, eager, IDS)[6:], atol=1e-4, rtol=1e-4)
+
+
+def test_dropped_drafts_are_still_seen(target: Target, eager) -> None:
+    cache = target.new_cache(2, 20)
+    feed(target, cache, [IDS[:4], IDS[2:6]])
+    cache.commit(torch.tensor([4, 4]))
+    feed(target, cache, [[90, 91, 92, 93, 94]] * 2)
+    cache.commit(torch.tensor([0, 2]))
+    feed(target, cache, [[80, 81, 82]] * 2)
+    cache.discard()
+    for slab in (*cache.keys, *cache.values):  # whatever lies behind the committed part
+        slab[0, :, 4:], slab[1, :, 6:] = 1e4, 1e4
+    logits = feed(target, cache, [[33], [34]])
+    torch.testing.assert_close(logits[0, 0], fresh(target, eager, [*IDS[:4], 33])[-1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[1, 0], fresh(target, eager, [*IDS[2:6], 90, 91, 34])[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_rows_are_mixed_up_after_some_have_left(target: Target, eager) -> None:
+    cache = target.new_cache(3, 20)
+    feed(target, cache, [IDS[:4], IDS[2:6], IDS[4:8]])
+    cache.commit(torch.tensor([4, 2, 3]))
+    cache.select(torch.tensor([2, 1]))
+    assert cache.lengths_B.tolist() == [3, 2] and cache.get_seq_length() == 3
+    logits = feed(target, cache, [[33], [34]])
+    torch.testing.assert_close(logits[0, 0], fresh(target, eager, [*IDS[4:7], 33])[-1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[1, 0], fresh(target, eager, [*IDS[2:4], 34])[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_overflow_is_silent(target: Target) -> None:
+    cache = target.new_cache(1, 5)
+    cache.stage(4)
+    cache.commit(torch.tensor([4]))
+    with pytest.raises(ValueError, match="holds 5 entries a row, 6 are needed"):
+        cache.stage(2)
+    cache.stage(1)
+    with pytest.raises(ValueError, match="max_length"):
+        cache.stage(1)

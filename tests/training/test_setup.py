@@ -1,0 +1,83 @@
+"""A new head: sizes, vocabulary and weights from the target and the rows."""
+
+import pytest
+import torch
+
+from spectrain.config import HeadConfig
+from spectrain.data.masking import Row
+from spectrain.heads.targets import draft_vocabulary
+from spectrain.target.model import Target
+from spectrain.training.setup import coverage_by_domain, final_norm, layer_ids, made_with, new_head, supervised_counts
+
+ROWS = [
+    Row("a", "code", (50, 60, 7, 7, 9), (0, 0, 1, 1, 1)),
+    Row("b", "chat", (50, 9, 3, 50), (0, 1, 1, 0)),
+]
+
+
+def test_prompt_tokens_are_counted() -> None:
+    counts = supervised_counts(ROWS, 100)
+    assert len(counts) == 100 and counts.sum() == 5
+    assert {i: int(n) for i, n in enumerate(counts) if n} == {7: 2, 9: 2, 3: 1}
+    assert supervised_counts([], 100).sum() == 0
+
+
+def test_coverage_is_not_that_of_the_supervised_tokens() -> None:
+    vocabulary = draft_vocabulary(supervised_counts(ROWS, 100), 2)
+    assert coverage_by_domain(ROWS, vocabulary) == {"code": (3, 3), "chat": (1, 2)}
+
+
+def test_head_has_other_sizes_than_the_target(make_target) -> None:
+    """EX2: an explicit head size, grouped keys, base and scaling are those of the target; the vocabulary is counted."""
+    rope = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
+    target = make_target(head_dim=16, rms_norm_eps=1e-4, rope_parameters=rope)
+    head = new_head(HeadConfig(layer_ids=(1, 2), draft_vocab_size=3), target, ROWS, seed=0)
+    c = head.config
+    assert (c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps, c.vocab_size) == (16, 4, 2, 1e-4, 100)
+    assert c.rope_parameters == rope and c.max_position_embeddings == 256 and c.target_layers == 3
+    assert head.midlayer.self_attn.q_proj.weight.shape == (64, 64) and head.target_ids.tolist() == [3, 7, 9]
+    assert torch.equal(head.lm_head.weight, target.output_VW[[3, 7, 9]]) and torch.equal(head.norm.weight, target.model.model.norm.weight)
+    assert torch.equal(head.midlayer.mlp.up_proj.weight, target.layers[-1].mlp.up_proj.weight)
+
+
+def test_same_seed_makes_another_head(target: Target) -> None:
+    heads = [new_head(HeadConfig(layer_ids=(1, 2), draft_vocab_size=9), target, ROWS, seed=s).state_dict() for s in (0, 0, 1)]
+    assert all(torch.equal(heads[0][k], heads[1][k]) for k in heads[0])
+    assert not torch.equal(heads[0]["fc.weight"], heads[2]["fc.weight"])
+
+
+def test_making_a_head_changes_the_target(target: Target) -> None:
+    before = {k: v.clone() for k, v in target.model.state_dict().items()}
+    head = new_head(HeadConfig(layer_ids=(1, 2), draft_vocab_size=9), target, ROWS, seed=0)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.add_(1)
+    assert all(torch.equal(v, before[k]) for k, v in target.model.state_dict().items())
+
+
+@pytest.mark.parametrize("ids", [(0, 1), (2, 1), (1, 1), (1, 3), (5,)])
+def test_layers_that_do_not_rise_within_the_target_are_read(target: Target, ids: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must rise within 1 to 2"):
+        layer_ids(HeadConfig(layer_ids=ids), target)
+
+
+def test_shallow_target_gets_colliding_layers(target: Target, make_target) -> None:
+    with pytest.raises(ValueError, match="3 layers is too shallow"):
+        layer_ids(HeadConfig(), target)
+    assert layer_ids(HeadConfig(), make_target(num_hidden_layers=8)) == (2, 4, 5)
+
+
+def test_vocabulary_above_the_targets_is_taken(target: Target) -> None:
+    with pytest.raises(ValueError, match="draft vocabulary of 101 asked for; needed 1 to 100"):
+        new_head(HeadConfig(layer_ids=(1, 2), draft_vocab_size=101), target, ROWS, seed=0)
+
+
+def test_another_norm_is_copied(target: Target) -> None:
+    assert final_norm(target) is not None and final_norm(target).data_ptr() == target.model.model.norm.weight.data_ptr()
+
+
+def test_artifact_does_not_say_how_it_was_made(target: Target) -> None:
+    record = made_with(target, {"seed": 3})
+    assert (
+        record["target"] == "tiny" and record["seed"] == 3 and record["versions"]["torch"] and record.items() >= target.fingerprints.items()
+    )
