@@ -94,9 +94,10 @@ class TrainingConfig(Stage):
 
 
 class ShapeConfig(Stage):
-    """chain: depth of the chain. tree: top_k, depth and budget of the dynamic tree."""
+    """chain: depth of the head's chain. ngram: depth of n-gram drafts, which cost nothing to make. tree: top_k, depth and budget."""
 
     chain: Positive = 4
+    ngram: Positive = 8
     tree_top_k: Positive = 4
     tree_depth: Positive = 5
     tree_budget: Positive = 15
@@ -172,15 +173,20 @@ def load_config(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) 
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold keys and values, found {type(values).__name__}")
-    for override in overrides:
-        key, found, value = override.partition("=")
+    override(values, overrides)
+    return validate(kind, values, where=str(path))
+
+
+def override(values: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Put `a.b=c` into values; ValueError for what is no key and value."""
+    for text in overrides:
+        key, found, value = text.partition("=")
         if not found or not key:
-            raise ValueError(f"--set needs key=value, found {override!r}; for example --set training.epochs=2")
+            raise ValueError(f"--set needs key=value, found {text!r}; for example --set training.epochs=2")
         try:
             _put(values, key.split("."), parse_yaml(value))
         except yaml.YAMLError as error:
-            raise ValueError(f"--set {override}: the value is not valid YAML: {error}") from error
-    return validate(kind, values, where=str(path))
+            raise ValueError(f"--set {text}: the value is not valid YAML: {error}") from error
 
 
 def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:

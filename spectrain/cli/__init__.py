@@ -28,17 +28,28 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
-        except ValueError as error:
-            _fail(str(error))
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                _fail(f"no space left on disk while writing {error.filename or 'a file'}; free some and run the same command again")
-            _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "))
+        except Exception as error:
+            if full := _full_disk(error):
+                _fail(f"no space left on disk while writing {full}; free some and run the same command again")
+            if isinstance(error, OSError) and error.strerror:
+                _fail(f"{error.strerror}: {error.filename or ''}".rstrip(": "))
+            if isinstance(error, (ValueError, OSError)):
+                _fail(str(error))
+            raise
         except KeyboardInterrupt as stop:
             print(f"\n{stop or 'stopped'}; what is finished is kept, the same command goes on from there", file=sys.stderr)
             raise typer.Exit(130) from None
 
     return run
+
+
+def _full_disk(error: BaseException | None) -> str:
+    """What could not be written for want of space, "" for any other error; safetensors and torch hide the system's own error."""
+    while error is not None:
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
+            return str(getattr(error, "filename", None) or "a file")
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _fail(message: str) -> None:
@@ -108,7 +119,9 @@ def evaluate(
     head: Annotated[Path | None, typer.Option(help="Head directory; without one only free drafters are measured.")] = None,
     suite: Annotated[Path, typer.Option(help="A file of eval/suites.")] = Path("eval/suites/quick.yaml"),
     dtype: str = "float32",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, such as shapes.chain=3.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, such as shapes.chain=3.")
+    ] = None,
 ) -> None:
     """Measure tau, acceptance and speed by domain, and write report.html, report.md and report.json."""
     from spectrain.cli.train import evaluate as run

@@ -38,7 +38,8 @@ def evaluate(
     suite = load_config(Suite, root / config.suite)
     prompts = suite_prompts(suite, target, root)
     everything = [p for rows in prompts.values() for p in rows]
-    records = Records(out / "records.jsonl", _key(target, head, config, suite))
+    key = _key(target, head, config, suite, everything)
+    records = Records(out / "records.jsonl", key)
     arms, costs, notes = _arms(head, config), None, []
 
     def tau_of(arm: Arm) -> None:
@@ -47,7 +48,7 @@ def evaluate(
     for arm in arms:
         tau_of(arm)
     if head is not None:
-        costs = _costs(target, head, config, out / "costs.json")
+        costs = _costs(target, head, config, out / "costs.json", key)
         chain = next(arm for arm in arms if isinstance(arm.shape, Chain) and arm.label != "n-gram")
         arms, note = _with_best_depth(arms, chain, records, everything, costs)
         notes.append(note)
@@ -85,7 +86,7 @@ def check_exact(report: Mapping[str, Any]) -> None:
 
 def _arms(head: Any, config: EvaluationConfig) -> list[Arm]:
     s = config.shapes
-    arms = [Arm(PLAIN), Arm("n-gram", NGram(), Chain(s.chain), "n-gram")]
+    arms = [Arm(PLAIN), Arm("n-gram", NGram(), Chain(s.ngram), "n-gram")]
     if head is not None:
         drafter, label = HeadDrafter(head), type(head).__name__
         tree = Tree.dynamic(top_k=s.tree_top_k, depth=s.tree_depth, budget=s.tree_budget)
@@ -93,37 +94,40 @@ def _arms(head: Any, config: EvaluationConfig) -> list[Arm]:
     return arms
 
 
-def _with_best_depth(
-    arms: list[Arm], chain: Arm, records: Records, prompts: Sequence[Prompt], costs: Costs
-) -> tuple[list[Arm], str]:
+def _with_best_depth(arms: list[Arm], chain: Arm, records: Records, prompts: Sequence[Prompt], costs: Costs) -> tuple[list[Arm], str]:
     """Add the chain depth that measured survival and measured costs predict to be fastest at batch 1, if it is another one."""
     assert chain.shape is not None
     survival = tau_table({"": records.of(chain.name, "tau", prompts)}, chain.shape.depth)[""]["acceptance"]
     depth, gain = advise_depth(survival, costs)
+    arm = Arm(f"head chain {depth or 1}", chain.drafter, Chain(depth or 1), chain.label)
+    arms = arms if arm.shape == chain.shape else [*arms, arm]
     known = f"measured costs v(1..{len(costs.v)}) = {', '.join(f'{v:.2f}' for v in costs.v)}, c = {costs.c:.2f}"
     if depth == 0:
-        return [*arms, Arm("head chain 1", chain.drafter, Chain(1), chain.label)], f"No chain depth is predicted to gain over all domains ({known})."
-    note = f"Predicted best chain at batch 1 over all domains: depth {depth}, {gain:.2f} times plain decoding ({known})."
-    return [*arms, Arm(f"head chain {depth}", chain.drafter, Chain(depth), chain.label)], note
+        return arms, f"No chain depth is predicted to gain over all domains ({known})."
+    return arms, f"Predicted best chain at batch 1 over all domains: depth {depth}, {gain:.2f} times plain decoding ({known})."
 
 
-def _costs(target: Target, head: Any, config: EvaluationConfig, path: Path) -> Costs:
-    """Costs measured once a run and kept, so that a resumed run advises the same depth."""
-    if path.exists():
-        found = json.loads(path.read_text())
+def _costs(target: Target, head: Any, config: EvaluationConfig, path: Path, key: str) -> Costs:
+    """Costs measured once a run and kept with its key, so that a resumed run advises the same depth."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if found.get("key") == key:
         return Costs(seconds=found["seconds"], v=tuple(found["v"]), c=found["c"])
     costs = measure_costs(target, HeadDrafter(head), context=COST_CONTEXT, sizes=config.shapes.chain + 1)
-    path.write_text(json.dumps({"seconds": costs.seconds, "v": costs.v, "c": costs.c}))
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"key": key, "seconds": costs.seconds, "v": costs.v, "c": costs.c}))
+    part.replace(path)
     return costs
 
 
-def _key(target: Target, head: Any, config: EvaluationConfig, suite: Suite) -> str:
+def _key(target: Target, head: Any, config: EvaluationConfig, suite: Suite, prompts: Sequence[Prompt]) -> str:
     """Hash of all that the figures depend on."""
     weights = hashlib.sha256()
     if head is not None:
         for name, tensor in sorted(head.state_dict().items()):
             weights.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    parts = [config.model_dump(mode="json"), suite.model_dump(mode="json"), target.fingerprints, str(target.model.dtype), weights.hexdigest()]
+    texts = [(p.id, p.domain, p.turns) for p in prompts]
+    settings = [config.model_dump(mode="json"), suite.model_dump(mode="json")]
+    parts = [*settings, texts, target.fingerprints, str(target.model.dtype), weights.hexdigest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -173,8 +177,8 @@ def _baseline(records: Records, timed: Sequence[Prompt]) -> dict[str, Any]:
 def _remarks(chosen: Mapping[str, Sequence[Prompt]], config: EvaluationConfig) -> list[str]:
     few = min(map(len, chosen.values()))
     return [
-        f"Speed is decoding speed at batch 1 on {few} or more prompts a domain, {config.speed_max_new_tokens} new tokens, without the prompt's "
-        "pass; tau is measured in batches on more prompts. With so few timed prompts an interval is little more than their range.",
+        f"Speed is decoding speed at batch 1 on {few} or more prompts a domain, {config.speed_max_new_tokens} new tokens, without the "
+        "prompt's pass; tau is measured in batches on more prompts. With so few timed prompts an interval is little more than their range.",
         "A head's tau depends on how long it was trained and on what; this one is a demonstration.",
     ]
 

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from rich.console import Console
 
 import spectrain
@@ -15,14 +14,17 @@ from spectrain.cli.evaluate import check_exact, evaluate
 from spectrain.config import Recipe, load_config
 from spectrain.evaluation.render import terminal_table, write_report
 from spectrain.export.engines import export_head, serve_command
-from spectrain.training.setup import made_with
+from spectrain.training.setup import made_with, open_accelerator
 
 RECIPE = "recipes/eagle3_smollm2.yaml"
 SHORT = (  # for CI: the same stages in a few minutes
     "data.max_rows=240", "training.epochs=2", "evaluation.suite=eval/suites/short.yaml", "evaluation.speed_prompts=1",
     "evaluation.speed_max_new_tokens=32",
 )  # fmt: skip
-WORK = ("answers.jsonl", "answers.made_with.json", "rejected.jsonl", "states", "training", "head", "last", "evaluation", "export", "minutes.json")
+WORK = (
+    "answers.jsonl", "answers.made_with.json", "rejected.jsonl", "states", "training", "head", "last", "evaluation", "export",
+    "minutes.json",
+)  # fmt: skip
 
 
 class Stopwatch:
@@ -63,7 +65,8 @@ def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, over
     out.mkdir(parents=True, exist_ok=True)
     watch, say = Stopwatch(console), console.print
     watch.start("target")
-    target = stages.open_target(recipe, out)
+    accelerator = open_accelerator(recipe.training, out / "training")
+    target = stages.open_target(recipe, out, str(accelerator.device))
     say(f"{recipe.target.name}: {target.num_layers} layers, vocabulary {target.vocab_size}, {recipe.target.dtype} on {target.device}")
     watch.start("answers")
     file = out / "answers.jsonl" if fresh_answers else None
@@ -73,7 +76,7 @@ def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, over
     data = stages.make_rows(recipe, target, conversations, out)
     say(f"{len(conversations)} answers: {len(data.rows)} rows to train on, {len(data.validation)} kept out, {len(data.rejected)} rejected")
     watch.start("capture and training")
-    result, coverage = stages.run_training(recipe, target, data, out, Accelerator(), say)
+    result, coverage = stages.run_training(recipe, target, data, out, accelerator, say)
     watch.start("evaluation")
     head = stages.open_head(out / "head", target)
     extra = {
@@ -86,18 +89,21 @@ def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, over
     folder = export_head(out / "head", "eagle3", out / "export")
     watch.stop()
     (out / "minutes.json").write_text(json.dumps(watch.minutes, indent=2) + "\n")
-    show(report, out, console)
+    show(report, out / "evaluation", console)
+    console.print(f"Head: {out}/head; exported: {out}/export")
     depth = recipe.evaluation.shapes.chain
-    console.print(f"Serve it with vLLM:\n{serve_command(folder, str(out / 'target'), num_speculative_tokens=depth)}", soft_wrap=True, highlight=False)
+    console.print(
+        f"Serve it with vLLM:\n{serve_command(folder, str(out / 'target'), num_speculative_tokens=depth)}", soft_wrap=True, highlight=False
+    )
     console.print("Minutes: " + ", ".join(f"{name} {m:.1f}" for name, m in watch.minutes.items()))
     check_exact(report)
     return report
 
 
-def show(report: dict[str, Any], out: Path, console: Console) -> None:
+def show(report: dict[str, Any], folder: Path, console: Console) -> None:
     """The table and the advice, and where the rest is."""
     for table in terminal_table(report):
         console.print(table)
     for sentence in report["advice"]:
         console.print(f"[bold]{sentence}")
-    console.print(f"Report: {out}/evaluation/report.html, report.md, report.json; head: {out}/head; exported: {out}/export")
+    console.print(f"Report: {folder}/report.html, report.md, report.json")

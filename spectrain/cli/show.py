@@ -37,8 +37,8 @@ def show_answer(
     console.print()
     kind = "none" if chosen is None else f"{'head' if head and not isinstance(chosen, NGram) else 'ngram'}, {shape}"
     console.print(
-        f"[dim]{figures['tokens']} tokens in {figures['rounds']} passes: tau {figures['tau']:.2f}, {figures['accepted']} of {figures['drafted']} "
-        f"drafted tokens accepted, {figures['tokens_per_s']:.1f} tokens/s, drafter {kind}, {row.finish_reason}[/dim]"
+        f"[dim]{figures['tokens']} tokens in {figures['rounds']} passes: tau {figures['tau']:.2f}, {figures['accepted']} of "
+        f"{figures['drafted']} drafted tokens accepted, {figures['tokens_per_s']:.1f} tokens/s, drafter {kind}, {row.finish_reason}[/dim]"
     )
 
 

@@ -3,62 +3,58 @@
 import json
 from pathlib import Path
 
-from accelerate import Accelerator
 from rich.console import Console
 
 from spectrain.cli import stages
 from spectrain.cli.evaluate import check_exact
 from spectrain.cli.evaluate import evaluate as run_evaluation
 from spectrain.cli.quickstart import show
-from spectrain.config import EvaluationConfig, Recipe, load_config, parse_yaml, validate
+from spectrain.config import EvaluationConfig, Recipe, Suite, load_config, override, validate
 from spectrain.evaluation.render import write_report
 from spectrain.export.engines import export_head, serve_command
 from spectrain.target.model import load_target
-from spectrain.training.setup import made_with
+from spectrain.training.setup import made_with, open_accelerator
 
 
 def train(path: Path, *, out: Path | None, fresh_answers: bool, overrides: list[str]) -> None:
     """All stages of a recipe up to the trained head. Under several processes one prepares while the others wait."""
     recipe = load_config(Recipe, path, overrides)
     out = out or Path("runs") / recipe.name
-    root = path.resolve().parents[1]
-    tracker = None if recipe.training.tracker == "none" else recipe.training.tracker
-    accelerator = Accelerator(
-        mixed_precision=recipe.training.mixed_precision, gradient_accumulation_steps=recipe.training.accumulation,
-        log_with=tracker, project_dir=out / "training",
-    )  # fmt: skip
+    root = _above(path, 1)
+    accelerator = open_accelerator(recipe.training, out / "training")
     console = Console(quiet=not accelerator.is_main_process)
     with accelerator.main_process_first():
-        target = stages.open_target(recipe, out)
+        target = stages.open_target(recipe, out, str(accelerator.device))
         file = out / "answers.jsonl" if fresh_answers else None
         if file and accelerator.is_main_process:
             stages.make_answers(recipe.data.answers, target, root, file)
         conversations = stages.read_answers(recipe.data.answers, target, root, file)
-        data = stages.make_rows(recipe, target, conversations, out)
+        data = stages.make_rows(recipe, target, conversations, out if accelerator.is_main_process else None)
     result, _ = stages.run_training(recipe, target, data, out, accelerator, console.print)
     best = "" if result.best is None else f", best measured tau {result.best:.3f}"
     console.print(f"{result.steps} steps{best}; head: {out}/head")
 
 
+def _above(path: Path, levels: int) -> Path:
+    """Where the paths inside a recipe or a suite start from: some levels above its file, or the topmost folder."""
+    return path.resolve().parents[: levels + 1][-1]
+
+
 def evaluate(target_name: str, head: Path | None, suite: Path, out: Path, *, dtype: str, overrides: list[str]) -> None:
     """Measure a head (or free drafters alone) and write the report."""
     values: dict[str, object] = {"suite": str(suite.resolve())}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        below = values
-        for part in key.split(".")[:-1]:
-            below = below.setdefault(part, {})  # type: ignore[assignment]
-        below[key.split(".")[-1]] = parse_yaml(value)
+    override(values, overrides)
     config = validate(EvaluationConfig, values, where="--set")
+    load_config(Suite, suite)  # before the target is loaded, which takes long
     target = load_target(target_name, dtype=dtype)
     console = Console()
     trained = stages.open_head(head, target) if head else None
     out.mkdir(parents=True, exist_ok=True)
     report = run_evaluation(
-        target, trained, config, out, suite.resolve().parents[2], extra={"versions": made_with(target, {})["versions"]}, say=console.print
+        target, trained, config, out, _above(suite, 2), extra={"versions": made_with(target, {})["versions"]}, say=console.print
     )
     write_report(report, out)
-    show(report, out.parent, console)
+    show(report, out, console)
     check_exact(report)
 
 
@@ -67,9 +63,12 @@ def show_report(folder: Path) -> None:
     path = folder / "report.json"
     if not path.is_file():
         raise ValueError(f"no report.json in {folder}; `spectrain evaluate` writes one")
-    report = json.loads(path.read_text())
+    try:
+        report = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}); `spectrain evaluate` writes it anew") from error
     write_report(report, folder)
-    show(report, folder.parent, Console())
+    show(report, folder, Console())
 
 
 def export(head: Path, to: str, out: Path) -> None:

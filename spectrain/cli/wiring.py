@@ -26,6 +26,7 @@ def generate(
 ) -> Result:  # fmt: skip
     """`spectrain.decoding.generate.generate`, with a draft head accepted as the drafter; see there for every argument."""
     return run(
-        target, prompts, drafter=None if drafter is None else as_drafter(drafter), shape=shape, rule=rule, temperature=temperature, top_p=top_p, top_k=top_k,
-        min_p=min_p, max_new_tokens=max_new_tokens, stop=stop, eos=eos, ignore_eos=ignore_eos, seed=seed, stream=stream,
+        target, prompts, drafter=None if drafter is None else as_drafter(drafter), shape=shape, rule=rule, temperature=temperature,
+        top_p=top_p, top_k=top_k, min_p=min_p, max_new_tokens=max_new_tokens, stop=stop, eos=eos, ignore_eos=ignore_eos, seed=seed,
+        stream=stream,
     )  # fmt: skip

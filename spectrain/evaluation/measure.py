@@ -8,7 +8,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from spectrain.decoding.generate import Drafter, StepRecord, generate
 from spectrain.decoding.shapes import Shape
 from spectrain.target.model import Target
 
-TIE = 1e-3  # gap of the two best logits below which a difference is rounding
+TIE = 1e-3  # distance of a logit from the best one below which a difference is rounding
+TIE_ROUNDINGS = 8  # the same in roundings of the best logit, which decides in formats of 16 bits
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,20 @@ class Records:
                 file.truncate(content.rfind(b"\n") + 1)
         for _, row in read_jsonl(self._path):
             if row.pop("key") == self._key:
-                record = Record(**{**row, "rounds": [StepRecord(*r) for r in row["rounds"]]})
-                self.found[record.arm, record.mode, record.id] = record
+                self._keep(row)
+
+    def _keep(self, row: Mapping[str, Any]) -> None:
+        record = Record(**{**row, "rounds": [StepRecord(*r) for r in row["rounds"]]})
+        self.found[record.arm, record.mode, record.id] = record
 
     def add(self, records: Sequence[Record]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             for record in records:
                 rounds = [[r.drafted, r.accepted, r.committed, {k: round(s, 6) for k, s in r.seconds.items()}] for r in record.rounds]
-                file.write(json.dumps({"key": self._key, **asdict(record), "rounds": rounds}) + "\n")
-                self.found[record.arm, record.mode, record.id] = record
+                row = {**asdict(record), "rounds": rounds}
+                file.write(json.dumps({"key": self._key, **row}) + "\n")
+                self._keep(row)  # as it was written, so that tables from the file are the same
             file.flush()
             os.fsync(file.fileno())
 
@@ -91,13 +97,21 @@ class Records:
 
 
 def suite_prompts(suite: Suite, target: Target, root: Path) -> dict[str, list[Prompt]]:
-    """The suite's prompts by domain: first turns that fit, chosen by a hash of id and seed. ValueError if a domain has too few."""
+    """The suite's prompts by domain: first turns that fit, chosen by a hash of id and seed.
+
+    ValueError if a domain has too few, or if two prompts have one id: records are found by it.
+    """
     chosen: dict[str, list[Prompt]] = {}
     for domain, number in suite.prompts.items():
         fits = [p for p in read_prompts(root / suite.folder / f"{domain}.jsonl") if len(target.encode(p.chat)) <= suite.max_prompt_tokens]
         if len(fits) < number:
-            raise ValueError(f"suite {suite.name} wants {number} {domain} prompts of at most {suite.max_prompt_tokens} tokens, {len(fits)} fit")
+            raise ValueError(
+                f"suite {suite.name} wants {number} {domain} prompts of at most {suite.max_prompt_tokens} tokens, {len(fits)} fit"
+            )
         chosen[domain] = sorted(fits, key=lambda p: hashlib.sha256(f"{suite.seed}:{p.id}".encode()).digest())[:number]
+    numbers = Counter(p.id for rows in chosen.values() for p in rows)
+    if twice := sorted(i for i, number in numbers.items() if number > 1):
+        raise ValueError(f"suite {suite.name}: several prompts have the id {', '.join(twice[:5])}; give each prompt an id of its own")
     return chosen
 
 
@@ -108,9 +122,7 @@ def speed_subset(prompts: dict[str, list[Prompt]], target: Target, *, number: in
     return {domain: rows or [min(prompts[domain], key=lambda p: lengths[p.id])] for domain, rows in fits.items()}
 
 
-def measure_tau(
-    target: Target, arm: Arm, prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, batch_size: int
-) -> None:
+def measure_tau(target: Target, arm: Arm, prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, batch_size: int) -> None:
     """Answer the prompts in batches of similar length, greedily; adds what is missing to the records."""
     todo = sorted((p for p in prompts if (arm.name, "tau", p.id) not in records.found), key=lambda p: len(p.turns[0]))
     with tqdm(total=len(todo), desc=f"tau: {arm.name}", unit="prompt", disable=None) as bar:
@@ -124,7 +136,9 @@ def measure_tau(
             bar.update(len(batch))
 
 
-def measure_speed(target: Target, arms: Sequence[Arm], prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, baseline: bool) -> None:
+def measure_speed(
+    target: Target, arms: Sequence[Arm], prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, baseline: bool
+) -> None:
     """Time the arms one prompt at a time, interleaved prompt by prompt in rotating order, after a warm-up outside the clock.
 
     baseline: also time `generate()` of transformers on the same prompts (the arm "transformers").
@@ -179,15 +193,19 @@ class Exactness:
 
 
 def compare(target: Target, records: Sequence[Record], plain: Sequence[Record], prompts: Sequence[Prompt]) -> Exactness:
-    """Classify each answer: equal to plain decoding, a numeric tie at the first difference, or a failure."""
+    """Classify each answer: equal to plain decoding, a numeric tie at the first difference, or a failure.
+
+    An answer that only ends earlier or later is a failure: rounding changes a token, never the end alone.
+    """
     found = Exactness()
     for record, reference, prompt in zip(records, plain, prompts, strict=True):
         found.prompts += 1
         if record.tokens == reference.tokens:
             found.equal += 1
             continue
-        at = next(_differing(record.tokens, reference.tokens))
-        if gap(target, [*target.encode(prompt.chat), *reference.tokens[:at]]) < TIE:
+        at = next(_differing(record.tokens, reference.tokens), None)
+        before = [*target.encode(prompt.chat), *reference.tokens[:at]]
+        if at is not None and is_tie(target, before, (record.tokens[at], reference.tokens[at])):
             found.ties += 1
         else:
             found.failed.append(prompt.id)
@@ -196,20 +214,23 @@ def compare(target: Target, records: Sequence[Record], plain: Sequence[Record], 
 
 def _differing(a: Sequence[int], b: Sequence[int]) -> Iterator[int]:
     yield from (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    yield min(len(a), len(b))
 
 
-def gap(target: Target, ids: Sequence[int]) -> float:
-    """Distance of the target's two best logits after these tokens."""
+def is_tie(target: Target, ids: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Are the target's logits of all these tokens, after these ids, within rounding of the best one?"""
     L = len(ids)
     mask = torch.ones(1, 1, L, L, dtype=torch.bool, device=target.device).tril()
     positions = torch.arange(L, device=target.device)[None]
     out = target.forward(torch.tensor([ids], device=target.device), positions_BN=positions, mask_B1NS=mask, cache=None, logits_to_keep=1)
-    best = out.logits_BKV[0, -1].topk(2).values
-    return float(best[0] - best[1])
+    logits_V = out.logits_BKV[0, -1].float()
+    best = float(logits_V.max())
+    rounding = TIE_ROUNDINGS * torch.finfo(out.logits_BKV.dtype).eps * abs(best)
+    return best - float(logits_V[list(tokens)].min()) < max(TIE, rounding)
 
 
-def acceptance_probe(target: Target, prompts: Sequence[Prompt], shape: Shape, max_new_tokens: int, drafter: Callable[[Any], Drafter]) -> Callable[[Any], float]:
+def acceptance_probe(
+    target: Target, prompts: Sequence[Prompt], shape: Shape, max_new_tokens: int, drafter: Callable[[Any], Drafter]
+) -> Callable[[Any], float]:
     """A function head -> measured tau (macro over domains) on these prompts, for choosing the best checkpoint."""
 
     def measured(head: Any) -> float:

@@ -103,6 +103,7 @@ def save_head(head: Any, out: Path, *, run_yaml: str, made_with: Mapping[str, An
     kind = next(name for name, where in HEADS.items() if where.endswith(":" + type(head).__name__))
     config = {"head": kind, "format": FORMAT, **head.config.model_dump(mode="json")}
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.copymode(part / "config.json", part / "model.safetensors")  # safetensors writes files that only their owner can read
     (part / "run.yaml").write_text(run_yaml)
     record = {**made_with, "vocabulary_sha256": vocabulary_hash(head.target_ids)}
     (part / "made_with.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -55,7 +55,8 @@ def capture(rows: Sequence[Row], target: Target, layer_ids: Sequence[int], out: 
     _check_manifest(out, manifest)
     _check_space(out, store_bytes(rows, target_width=target.embedding_VW.shape[1], num_states=len(layer_ids)))
     out.mkdir(parents=True, exist_ok=True)
-    _write(out / "manifest.json", json.dumps(manifest, indent=2))
+    if not (out / "manifest.json").exists():
+        _write(out / "manifest.json", json.dumps(manifest, indent=2))
     tokens = sum(len(row.ids_L) for row in rows)
     with tqdm(total=tokens, desc="capture", unit="tok", unit_scale=True, disable=None) as bar:
         for first in range(0, len(rows), ROWS_PER_SHARD):

@@ -21,10 +21,9 @@ def save_checkpoint(
         return
     out.mkdir(parents=True, exist_ok=True)
     part = out / (FILE + ".part")
-    torch.save(
-        {"identity": identity, "head": head.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), **state},
-        part,
-    )
+    states = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    with part.open("wb") as file:  # given a path, torch hides the system's error (such as a full disk)
+        torch.save({"identity": identity, **states, **state}, file)
     os.replace(part, out / FILE)
 
 

@@ -105,17 +105,17 @@ def train(
                 progress.note(f"step {step}: gradient not finite, update skipped")
             seconds = spent + time.monotonic() - started
             progress.step(step, counts, lr=float(schedule.get_last_lr()[0]))
-            over = config.max_minutes is not None and seconds > 60 * config.max_minutes
+            asked, over = _on_any(accelerator, stop.asked, config.max_minutes is not None and seconds > 60 * config.max_minutes)
             last = step == total or over
             if step in measure_at or last:
                 _measure(inner, model, on_eval, save, result, measured, step, seconds, accelerator, progress, last=last)
                 measured = Counts.zeros(config.ttt_steps, device)
-            if stop.asked or last or time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
+            if asked or last or time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
                 state = {"step": total if over else step, "seconds": seconds, "best": result.best, "history": result.history}
                 save_checkpoint(out, identity, inner, optimizer, schedule, state, accelerator)
                 saved_at = time.monotonic()
-            if stop.asked:
-                raise KeyboardInterrupt(f"stopped after step {step} of {total}; the same command goes on from here")
+            if asked:
+                raise KeyboardInterrupt(f"stopped after step {step} of {total}")
             if over:
                 break
     progress.close()
@@ -130,9 +130,7 @@ def _epochs(rows: Sequence[Row], config: TrainingConfig, window: int) -> list[li
         raise ValueError("no row has two supervised tokens in a line: nothing to train on; check the answers and max_length")
     epochs = []
     for epoch in range(config.epochs):
-        batches = plan_batches(
-            [len(row.ids_L) for row in rows], weights, per_batch=config.tokens_per_step, seed=config.seed, epoch=epoch
-        )
+        batches = plan_batches([len(row.ids_L) for row in rows], weights, per_batch=config.tokens_per_step, seed=config.seed, epoch=epoch)
         windows = [batches[i : i + window] for i in range(0, len(batches), window)]
         epochs.append([w + [[]] * (window - len(w)) for w in windows])
     return epochs
@@ -147,6 +145,11 @@ def _update(optimizer: Any, schedule: Any, trainable: Sequence[Tensor], config: 
     schedule.step()
     optimizer.zero_grad()
     return finite
+
+
+def _on_any(accelerator: Accelerator, *flags: bool) -> list[bool]:
+    """Each flag, true where it is true on any rank: signals and clocks differ, and all must leave the loop at the same step."""
+    return [bool(f) for f in accelerator.reduce(torch.tensor(flags, dtype=torch.float, device=accelerator.device), reduction="sum")]
 
 
 def _measure_steps(epoch_lengths: Sequence[int], per_epoch: int, total: int) -> set[int]:

@@ -1,18 +1,41 @@
 """A new head for a target: sizes from the target's config, draft vocabulary from the rows, weights from the target's own."""
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
 from torch import Tensor
 
-from spectrain.config import HeadConfig
+from spectrain.config import HeadConfig, TrainingConfig
 from spectrain.data.masking import Row
 from spectrain.heads.base import head_class
 from spectrain.heads.eagle3 import default_layer_ids
 from spectrain.heads.targets import DraftVocabulary, draft_vocabulary
 from spectrain.target.model import Target
+
+LONGEST_WAIT = timedelta(days=2)  # of the other processes, while the first one answers and captures
+
+
+def open_accelerator(config: TrainingConfig, out: Path) -> Accelerator:
+    """Processes, device and trackers of a run. The loop weighs accumulated batches itself, so accelerate is told of none."""
+    return Accelerator(
+        mixed_precision=config.mixed_precision, log_with=None if config.tracker == "none" else config.tracker, project_dir=out,
+        cpu=not torch.cuda.is_available(),  # where the target is; several processes without CUDA find each other only if told
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
+    )  # fmt: skip
+
+
+def check_config(config: HeadConfig, target: Target) -> None:
+    """ValueError for a head that this target cannot have, before any long work."""
+    head_class(config.kind)
+    layer_ids(config, target)
+    if config.draft_vocab_size > target.vocab_size:
+        found = f"head.draft_vocab_size {config.draft_vocab_size} is above the {target.vocab_size} tokens of {target.name}"
+        raise ValueError(f"{found}; lower it: --set head.draft_vocab_size={target.vocab_size}")
 
 
 def supervised_counts(rows: Sequence[Row], vocab_size: int) -> Tensor:

@@ -18,7 +18,7 @@ from spectrain.drafters.from_head import HeadDrafter
 from spectrain.drafters.lookup import NGram
 from spectrain.target.model import Target
 
-V, ROWS, PROMPT = 4, 6000, [1, 2, 1]
+V, ROWS, PROMPT = 4, 3000, [1, 2, 1]
 CELLS = V**3
 LIMIT = 110.0  # chi-square of 63 degrees of freedom: above it once in 5000 right runs
 

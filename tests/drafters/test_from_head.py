@@ -141,7 +141,7 @@ def always_right_head(target: Target) -> Eagle3:
     return head.eval()
 
 
-@pytest.mark.parametrize(("top_k", "depth", "budget"), [(3, 3, 7), (2, 4, 5), (4, 2, 20), (1, 3, 2), (3, 1, 2), (12, 2, 9)])
+@pytest.mark.parametrize(("top_k", "depth", "budget"), [(3, 3, 7), (3, 4, 28), (2, 5, 18), (4, 2, 20), (1, 3, 2), (3, 1, 2), (12, 2, 9)])
 def test_tree_is_not_eagle2s(target: Target, make_head, seen, top_k: int, depth: int, budget: int) -> None:
     head = make_head(target)
     generate(target, PROMPTS, drafter=HeadDrafter(head), shape=Tree.dynamic(top_k, depth, budget), eos=None, max_new_tokens=4)
