@@ -27,6 +27,12 @@ WORK = (
 )  # fmt: skip
 
 
+def wide_console() -> Console:
+    """The terminal, or 100 columns where the output goes to a file: what the table needs."""
+    console = Console()
+    return console if console.is_terminal else Console(width=100)
+
+
 class Stopwatch:
     """Says which stage runs, and how long each took."""
 
@@ -56,7 +62,7 @@ def clone_root() -> Path:
 
 def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, overrides: list[str]) -> dict[str, Any]:
     """Run all stages; returns the report. Raises ValueError with the way out, or when an answer is not exactly the target's."""
-    root, console = clone_root(), Console()
+    root, console = clone_root(), wide_console()
     recipe = load_config(Recipe, root / RECIPE, [*(SHORT if short else ()), *overrides])
     if fresh:
         for name in WORK:
@@ -75,8 +81,10 @@ def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, over
     conversations = stages.read_answers(recipe.data.answers, target, root, file)
     data = stages.make_rows(recipe, target, conversations, out)
     say(f"{len(conversations)} answers: {len(data.rows)} rows to train on, {len(data.validation)} kept out, {len(data.rejected)} rejected")
-    watch.start("capture and training")
-    result, coverage = stages.run_training(recipe, target, data, out, accelerator, say)
+    watch.start("capture")
+    store = stages.capture_states(recipe, target, data, out, accelerator, say)
+    watch.start("training")
+    result, coverage = stages.run_training(recipe, target, data, store, out, accelerator, say)
     watch.start("evaluation")
     head = stages.open_head(out / "head", target)
     extra = {

@@ -114,6 +114,8 @@ def read_answers(config: AnswersConfig, target: Target, root: Path, fresh: Path 
         rows = zip(read_jsonl(fresh), read_conversations(fresh), strict=True)
         return [conversation for (_, row), conversation in rows if row.get("key") in keys]
     path = root / config.file
+    if not path.is_file():
+        raise ValueError(f"no answers at {path}; let the target answer: add --fresh-answers")
     record = path.with_suffix(".made_with.json")
     if record.exists():
         made = json.loads(record.read_text())
@@ -159,13 +161,8 @@ def _spread(rows: list[Row], limit: int | None) -> list[Row]:
     return [by_domain[int(i * step)] for i in range(limit)]
 
 
-def run_training(
-    recipe: Recipe, target: Target, data: Data, out: Path, accelerator: Accelerator, say: Any
-) -> tuple[TrainResult, dict[str, tuple[int, int]]]:
-    """Capture the states once, train, keep the head with the best measured acceptance in `out`/head.
-
-    Returns the result and the draft vocabulary's coverage by domain (tokens inside, all tokens).
-    """
+def capture_states(recipe: Recipe, target: Target, data: Data, out: Path, accelerator: Accelerator, say: Any) -> FeatureStore:
+    """Capture the rows' hidden states once, by the main process; the others wait for it."""
     ids = layer_ids(recipe.head, target)
     tokens = sum(len(row.ids_L) for row in data.rows)
     size = store_bytes(data.rows, target_width=target.embedding_VW.shape[1], num_states=len(ids))
@@ -173,7 +170,16 @@ def run_training(
     if accelerator.is_main_process:
         capture(data.rows, target, ids, out / "states")
     accelerator.wait_for_everyone()
-    store = FeatureStore(out / "states", data.rows)
+    return FeatureStore(out / "states", data.rows)
+
+
+def run_training(
+    recipe: Recipe, target: Target, data: Data, store: FeatureStore, out: Path, accelerator: Accelerator, say: Any
+) -> tuple[TrainResult, dict[str, tuple[int, int]]]:
+    """Train on captured states and keep the head with the best measured acceptance in `out`/head.
+
+    Returns the result and the draft vocabulary's coverage by domain (tokens inside, all tokens).
+    """
     vocabulary = draft_vocabulary(supervised_counts(data.rows, target.vocab_size), recipe.head.draft_vocab_size)
     coverage = coverage_by_domain(data.rows, vocabulary)
     say("draft vocabulary covers " + ", ".join(f"{d} {a / b:.1%}" for d, (a, b) in sorted(coverage.items())))
@@ -182,7 +188,7 @@ def run_training(
     settings = recipe.training.model_dump(mode="json", exclude={"max_minutes", "checkpoint_minutes", "tracker"})
     settings["accumulation"] *= accelerator.num_processes  # what a step means depends on their product
     identity = hashlib.sha256(json.dumps([inputs, settings], sort_keys=True).encode()).hexdigest()
-    record = made_with(target, {"rows_sha256": inputs["rows"], "layer_ids": list(ids), "recipe": recipe.name})
+    record = made_with(target, {"rows_sha256": inputs["rows"], "layer_ids": list(head.layer_ids), "recipe": recipe.name})
     probe = acceptance_probe(target, [_prompt(c) for c in data.validation], Chain(recipe.evaluation.shapes.chain), PROBE_TOKENS, as_drafter)
     result = train(
         head, store, recipe.training, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=out / "training",

@@ -8,7 +8,7 @@ from rich.console import Console
 from spectrain.cli import stages
 from spectrain.cli.evaluate import check_exact
 from spectrain.cli.evaluate import evaluate as run_evaluation
-from spectrain.cli.quickstart import show
+from spectrain.cli.quickstart import show, wide_console
 from spectrain.config import EvaluationConfig, Recipe, Suite, load_config, override, validate
 from spectrain.evaluation.render import write_report
 from spectrain.export.engines import export_head, serve_command
@@ -30,7 +30,8 @@ def train(path: Path, *, out: Path | None, fresh_answers: bool, overrides: list[
             stages.make_answers(recipe.data.answers, target, root, file)
         conversations = stages.read_answers(recipe.data.answers, target, root, file)
         data = stages.make_rows(recipe, target, conversations, out if accelerator.is_main_process else None)
-    result, _ = stages.run_training(recipe, target, data, out, accelerator, console.print)
+    store = stages.capture_states(recipe, target, data, out, accelerator, console.print)
+    result, _ = stages.run_training(recipe, target, data, store, out, accelerator, console.print)
     best = "" if result.best is None else f", best measured tau {result.best:.3f}"
     console.print(f"{result.steps} steps{best}; head: {out}/head")
 
@@ -47,7 +48,7 @@ def evaluate(target_name: str, head: Path | None, suite: Path, out: Path, *, dty
     config = validate(EvaluationConfig, values, where="--set")
     load_config(Suite, suite)  # before the target is loaded, which takes long
     target = load_target(target_name, dtype=dtype)
-    console = Console()
+    console = wide_console()
     trained = stages.open_head(head, target) if head else None
     out.mkdir(parents=True, exist_ok=True)
     report = run_evaluation(
@@ -68,7 +69,7 @@ def show_report(folder: Path) -> None:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); `spectrain evaluate` writes it anew") from error
     write_report(report, folder)
-    show(report, folder, Console())
+    show(report, folder, wide_console())
 
 
 def export(head: Path, to: str, out: Path) -> None:

@@ -221,7 +221,7 @@ def _prefill(target: Target, batch: _Batch, layer_ids: tuple[int, ...], sampling
         )
         batch.cache.commit(length_B)
     root = DraftTree.chain(ids_BL[:, -1:], torch.ones_like(length_B))
-    first_B = accept(probabilities(out.logits_BKV, sampling), root, rule, _coins(batch, device)).next_B
+    first_B = accept(_laws(target, out.logits_BKV, sampling), root, rule, _coins(batch, device)).next_B
     if batch.session is not None:
         left_BL = (torch.arange(L, device=device) + pad_B[:, None]).clamp(max=L - 1)  # to columns that start at 0
         states_BLF = _picked(out.states_BNF, left_BL)
@@ -252,7 +252,7 @@ def _round(
             layer_ids=layer_ids,
         )  # fmt: skip
     with clock("accept"):
-        accepted = accept(probabilities(out.logits_BKV, sampling), tree, rule, _coins(batch, device))
+        accepted = accept(_laws(target, out.logits_BKV, sampling), tree, rule, _coins(batch, device))
     with clock("commit"):
         path_BK = torch.cat([torch.zeros_like(accepted.next_B)[:, None], accepted.path_BK], dim=1)
         count_B = (accepted.length_B + 1) * batch.active(device)
@@ -267,6 +267,14 @@ def _round(
         if row.reason is None:
             kept = _keep(row, new[b][: length[b] + 1], stream)
             row.rounds.append(StepRecord(drafted=num[b] - 1, accepted=length[b], committed=kept, seconds=share))
+
+
+def _laws(target: Target, logits_BNV: Tensor, sampling: Sampling) -> Tensor:
+    """Law of the token after each node; ids that the tokenizer does not know have none."""
+    V = logits_BNV.shape[-1]
+    if target.num_ids < V:
+        logits_BNV = logits_BNV.masked_fill(torch.arange(V, device=logits_BNV.device) >= target.num_ids, float("-inf"))
+    return probabilities(logits_BNV, sampling)
 
 
 def _picked(states_BNF: Tensor | None, at_BK: Tensor) -> Tensor | None:

@@ -32,7 +32,9 @@ class HeadDrafter:
 
     def start(self, target: Target, rows: int, max_length: int) -> "_HeadSession":
         check_head(self.head, target.fingerprints, target.name)
-        c = self.head.config
+        c, device = self.head.config, self.head.fc.weight.device
+        if device.type != target.device.type:
+            raise ValueError(f"the head is on {device}, {target.name} on {target.device}; load the head with device={str(target.device)!r}")
         cache = SlabCache(
             layers=1, rows=rows, kv_heads=c.num_key_value_heads, head_dim=c.head_dim, max_length=2 * max_length,
             dtype=self.head.fc.weight.dtype, device=target.device,

@@ -110,7 +110,7 @@ def suite_prompts(suite: Suite, target: Target, root: Path) -> dict[str, list[Pr
             )
         chosen[domain] = sorted(fits, key=lambda p: hashlib.sha256(f"{suite.seed}:{p.id}".encode()).digest())[:number]
     numbers = Counter(p.id for rows in chosen.values() for p in rows)
-    if twice := sorted(i for i, number in numbers.items() if number > 1):
+    if twice := sorted(str(i) for i, number in numbers.items() if number > 1):
         raise ValueError(f"suite {suite.name}: several prompts have the id {', '.join(twice[:5])}; give each prompt an id of its own")
     return chosen
 

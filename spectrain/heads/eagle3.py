@@ -130,9 +130,9 @@ class Eagle3(nn.Module):
         for name, tensor in layer.items():
             if name == "input_layernorm.weight":
                 self.midlayer.hidden_norm.weight.copy_(tensor)
-            elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            elif name in own and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
                 own[name][:, H:] = tensor
-            elif name in own:
+            elif name in own:  # what a layer has beside these (fused projections, biases) has no place in the head
                 own[name].copy_(tensor)
 
     def _qkv(self, embed_XH: Tensor, feature_XH: Tensor) -> Tensor:

@@ -46,8 +46,12 @@ def store_bytes(rows: Sequence[Row], *, target_width: int, num_states: int) -> i
 def capture(rows: Sequence[Row], target: Target, layer_ids: Sequence[int], out: Path) -> None:
     """Write the store of `rows` to `out`, or what is missing of it.
 
-    Raises ValueError when `out` holds another store (naming the field that differs) or when the disk has too little room.
+    Raises ValueError when `out` holds another store (naming the field that differs), when the disk has too little room, or when a row
+    is longer than the target takes.
     """
+    longest = max((len(row.ids_L) for row in rows), default=0)
+    if longest > target.max_length:
+        raise ValueError(f"a row has {longest} tokens, {target.name} takes {target.max_length}; prepare the rows with that max_length")
     manifest = {
         "format": 1, "rows": len(rows), "rows_sha256": rows_hash(rows), "layer_ids": list(layer_ids), "dtype": str(DTYPE),
         "last_state": "post_norm", "target": target.name, **target.fingerprints,

@@ -60,6 +60,11 @@ class Target:
     def vocab_size(self) -> int:
         return self.embedding_VW.shape[0]
 
+    @cached_property
+    def num_ids(self) -> int:
+        """Ids that the tokenizer knows; rows of embedding and output beyond them are padding."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
     @property
     def max_length(self) -> int:
         """Most positions that the model was made for."""

@@ -107,6 +107,7 @@ SCRIPTS = {
     "nothing": lambda right: [],
     # the right token twice, and what follows it under the second and under a wrong cousin only
     "duplicates": lambda r: [(off(r[0]), 0), (r[0], 0), (r[0], 0), (r[1], 1), (r[1], 3), (off(r[1]), 2)] if len(r) > 1 else [],
+    "siblings": lambda r: [(off(r[0]), 0), (off(off(r[0])), 0), (r[0], 0), (98 if r[0] < 50 else 2, 0)] if r else [],
     # the right path last of all: 0 -> 2 -> 5 -> 6
     "late path": lambda r: [(off(r[0]), 0), (r[0], 0), (r[1], 1), (off(r[1]), 2), (r[1], 2), (r[2], 5)] if len(r) > 2 else [],
 }
@@ -120,7 +121,15 @@ def test_scripted_draft_changes_the_answer(target: Target, answers, scripted, fo
         result = greedy(target, batch, drafter=drafter, shape=Chain(6))
         assert tokens(result) == [answers[PROMPTS.index(p)] for p in batch]
         accepted = {r.accepted for row in result.rows for r in row.rounds[:-1]}
-        best = {"perfect": {6}, "wrong": {0}, "right, then wrong": {2}, "nothing": {0}, "duplicates": {1}, "late path": {3}}[name]
+        best = {
+            "perfect": {6},
+            "wrong": {0},
+            "right, then wrong": {2},
+            "nothing": {0},
+            "duplicates": {1},
+            "late path": {3},
+            "siblings": {1},
+        }[name]
         assert accepted - {0} == best - {0}
 
 
@@ -322,6 +331,14 @@ def test_sampling_setting_holds_for_the_first_token_of_a_block_only(make_table_t
     for script in (lambda ids: [], lambda ids: chain_of([0, 1, 2, 0]), lambda ids: [(0, 0), (1, 0), (0, 1), (2, 1), (0, 3), (1, 5)]):
         result = sampled(target, [[1]] * 4, drafter=scripted(script), shape=Chain(6), max_new_tokens=50, **settings)
         assert {t for row in result.rows for t in row.tokens} == {0}
+
+
+def test_ids_beyond_the_tokenizers_are_emitted(target: Target, make_tokenizer, answers) -> None:
+    """VM2: the output has more rows than the tokenizer has ids."""
+    small = Target(model=target.model, tokenizer=make_tokenizer(60), name="small")
+    assert max(t for a in answers for t in a) >= 60
+    for settings in ({}, {"drafter": NGram(shortest=1)}, {"temperature": 1.0}):
+        assert max(t for row in greedy(small, PROMPTS, **settings).rows for t in row.tokens) < 60
 
 
 def test_head_in_float32_stops_at_a_bfloat16_target(make_target, make_head) -> None:

@@ -179,6 +179,11 @@ def test_head_of_another_target_drafts(target: Target, make_target, make_head) -
     assert generate(target, PROMPTS, drafter=HeadDrafter(head), max_new_tokens=2).rows
 
 
+def test_head_on_another_device_is_a_traceback(target: Target, make_head) -> None:
+    with pytest.raises(ValueError, match="the head is on meta, tiny on cpu; load the head with device='cpu'"):
+        generate(target, PROMPTS, drafter=HeadDrafter(make_head(target).to("meta")))
+
+
 def test_rewound_session_drafts_something_else(target: Target, make_head, monkeypatch) -> None:
     head = make_head(target)
     propose = _HeadSession.propose

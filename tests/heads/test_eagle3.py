@@ -218,6 +218,14 @@ def test_start_at_the_target_copies_other_rows(target: Target, make_head) -> Non
         assert torch.equal(dict(head.midlayer.named_parameters())[name], layer[name])
     assert torch.equal(head.midlayer.hidden_norm.weight, layer["input_layernorm.weight"])
     assert torch.equal(head.norm.weight, target.model.model.norm.weight)
+    fused = {
+        "self_attn.qkv_proj.weight": torch.ones(64, 32),
+        "mlp.gate_up_proj.weight": torch.ones(96, 32),
+        "self_attn.q_proj.bias": torch.ones(32),
+    }
+    head.start_from(
+        layer=fused, norm=target.model.model.norm.weight, output_VW=target.output_VW, target_ids=ids, train_output=False, seed=1
+    )  # what has no place in the head is left out
     again = make_head(target)
     again.start_from(
         layer=layer, norm=target.model.model.norm.weight, output_VW=target.output_VW, target_ids=ids, train_output=True, seed=1

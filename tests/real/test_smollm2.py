@@ -50,7 +50,9 @@ def head(recipe: Recipe, target: Target, out: Path) -> Any:
     conversations = stages.read_answers(recipe.data.answers, target, ROOT, None)
     data = stages.make_rows(recipe, target, conversations, out)
     assert len(data.rows) == 48 and len(data.validation) == len(recipe.data.answers.mix)
-    result, coverage = stages.run_training(recipe, target, data, out, Accelerator(cpu=True), print)
+    accelerator = Accelerator(cpu=True)
+    store = stages.capture_states(recipe, target, data, out, accelerator, print)
+    result, coverage = stages.run_training(recipe, target, data, store, out, accelerator, print)
     assert result.best is not None and result.best > 1.0
     assert all(0 < inside <= total for inside, total in coverage.values())
     return stages.open_head(out / "head", target)

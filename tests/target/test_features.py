@@ -79,6 +79,11 @@ def test_full_disk_is_noticed_at_the_end(target: Target, tmp_path: Path, monkeyp
     assert not (tmp_path / "s").exists()
 
 
+def test_row_longer_than_the_target_takes_is_captured(make_target, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a row has 11 tokens, tiny takes 10"):
+        capture(make_rows(), make_target(max_position_embeddings=10), (1,), tmp_path / "s")
+
+
 def counting(monkeypatch) -> list[str]:
     seen: list[str] = []
 

@@ -43,7 +43,7 @@ def test_head_has_other_sizes_than_the_target(make_target) -> None:
 def test_same_seed_makes_another_head(target: Target) -> None:
     heads = [new_head(HeadConfig(layer_ids=(1, 2), draft_vocab_size=9), target, ROWS, seed=s).state_dict() for s in (0, 0, 1)]
     assert all(torch.equal(heads[0][k], heads[1][k]) for k in heads[0])
-    assert not torch.equal(heads[0]["fc.weight"], heads[2]["fc.weight"])
+    assert not torch.equal(heads[0]["midlayer.self_attn.q_proj.weight"], heads[2]["midlayer.self_attn.q_proj.weight"])
 
 
 def test_making_a_head_changes_the_target(target: Target) -> None:

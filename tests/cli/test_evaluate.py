@@ -1,0 +1,253 @@
+"""The evaluation stage: everything measured once, told in words, and checked against plain decoding."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from spectrain.cli import evaluate as stage
+from spectrain.cli.evaluate import Inexact, advice, check_exact, evaluate
+from spectrain.config import EvaluationConfig
+from spectrain.data.formats import read_jsonl
+from spectrain.decoding.generate import generate
+from spectrain.evaluation import measure
+from spectrain.evaluation.measure import Records
+from spectrain.evaluation.metrics import speed_cell, tau_table
+from spectrain.evaluation.render import parse_report, terminal_table, write_report
+from spectrain.target.model import Target
+
+SHAPES = {"chain": 2, "ngram": 3, "tree_top_k": 2, "tree_depth": 2, "tree_budget": 4}
+CONFIG = {"suite": "eval/suites/tiny.yaml", "shapes": SHAPES, "batch_size": 3, "speed_prompts": 1, "speed_max_new_tokens": 5}
+EXTRA = {"versions": {"spectrain": "0"}}
+
+
+@pytest.fixture(scope="module")
+def head(target: Target, make_head: Callable[..., Any]) -> Any:
+    return make_head(target)
+
+
+@pytest.fixture(scope="module")
+def run(target: Target, project: Path) -> Callable[..., dict[str, Any]]:
+    """run(out, head, **settings): the report of an evaluation on the suite of the tiny project."""
+
+    def evaluated(out: Path, head: Any, root: Path = project, **settings: Any) -> dict[str, Any]:
+        config = EvaluationConfig(**{**CONFIG, **settings})
+        return evaluate(target, head, config, out, root, extra=EXTRA, say=lambda text: None)
+
+    return evaluated
+
+
+@pytest.fixture(scope="module")
+def first(run: Callable[..., dict[str, Any]], head: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Folder and report of a first evaluation."""
+    out = tmp_path_factory.mktemp("evaluation")
+    return out, run(out, head)
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what was measured."""
+    found: list[str] = []
+
+    def counted(where: Any, name: str) -> None:
+        original = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *args, **kw: (found.append(name), original(*args, **kw))[1])
+
+    for where, name in ((measure, "generate"), (measure, "_with_transformers"), (stage, "measure_costs")):
+        counted(where, name)
+    return found
+
+
+def without_time(report: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in report.items() if key != "made"}
+
+
+def test_report_lacks_what_the_page_needs(first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    _, report = first
+    parse_report(json.loads(json.dumps(report, allow_nan=False)))
+    write_report(report, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    text = io.StringIO()
+    for table in terminal_table(report):
+        Console(file=text, width=100).print(table)
+    for page in (text.getvalue(), (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()):
+        assert all(word in page for word in ("n-gram", "head chain", "head tree", "red", "blue", "all"))
+    assert all(sentence.split(";")[0] in (tmp_path / "report.md").read_text() for sentence in report["advice"])
+
+
+def test_some_answer_is_not_plain_decodings(first: tuple[Path, dict[str, Any]]) -> None:
+    _, report = first
+    arms = [arm["name"] for arm in report["arms"]]
+    assert arms[:4] == ["plain", "n-gram", "head chain", "head tree"]
+    assert list(report["exactness"]) == arms[1:]
+    assert all(c == {"prompts": 7, "equal": 7, "ties": 0, "failed": 0, "failed_ids": []} for c in report["exactness"].values())
+    assert report["baseline"]["equal"] == report["baseline"]["prompts"] == 2
+    check_exact(report)
+
+
+def test_one_arm_has_other_prompts_or_another_baseline(first: tuple[Path, dict[str, Any]]) -> None:
+    _, report = first
+    for arm in report["arms"]:
+        tau, speed = report["tau"][arm["name"]], report["speed"][arm["name"]]
+        assert [tau[d]["prompts"] for d in ("red", "blue", "all (micro)")] == [2, 3, 5] and len(tau["red"]["acceptance"]) == arm["depth"]
+        assert [speed[d]["prompts"] for d in ("red", "blue", "all")] == [1, 1, 2]
+        for cell in speed.values():
+            assert cell["speedup"] == pytest.approx(cell["tau"] / cell["break_even"])
+    assert all(cell["speedup"] == 1.0 and cell["tau"] == 1.0 for cell in report["speed"]["plain"].values())
+    assert report["tau"]["head chain"]["all (micro)"]["tau"] > 1.0 or report["tau"]["head tree"]["all (micro)"]["tau"] > 1.0
+
+
+def test_second_call_measures_again(first: tuple[Path, dict[str, Any]], run: Callable[..., dict[str, Any]], head: Any, idle: list[str]) -> None:
+    out, report = first
+    before = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
+    again = run(out, head)
+    assert idle == [] and without_time(again) == without_time(report)
+    assert {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()} == before
+
+
+def test_tables_cannot_be_made_from_the_records(first: tuple[Path, dict[str, Any]]) -> None:
+    out, report = first
+    (key,) = {row["key"] for _, row in read_jsonl(out / "records.jsonl")}
+    found = Records(out / "records.jsonl", key).found
+    for arm in report["arms"]:
+        by_domain = {d: [r for (a, mode, _), r in found.items() if (a, mode, r.domain) == (arm["name"], "tau", d)] for d in ("red", "blue")}
+        table = tau_table(by_domain, arm["depth"])
+        for d, cell in report["tau"][arm["name"]].items():
+            assert {k: v for k, v in table[d].items() if k not in ("lo", "hi")} == {k: v for k, v in cell.items() if k not in ("lo", "hi")}
+        for d in ("red", "blue"):
+            timed, plain = ([r for (a, mode, _), r in found.items() if (a, mode, r.domain) == (name, "speed", d)] for name in (arm["name"], "plain"))
+            assert speed_cell(timed, plain) == report["speed"][arm["name"]][d]
+
+
+def test_figures_of_other_settings_are_kept(
+    first: tuple[Path, dict[str, Any]], run: Callable[..., dict[str, Any]], target: Target, make_head: Callable[..., Any], idle: list[str],
+    project: Path, tmp_path: Path, head: Any,
+) -> None:  # fmt: skip
+    """RE3: another head, another depth, other texts under the same ids: measured anew, costs too, in the same folder."""
+    whole = run(tmp_path / "out", head)
+    assert set(idle) == {"generate", "_with_transformers", "measure_costs"}
+    for changes in ({"head": make_head(target, seed=1)}, {"shapes": {**SHAPES, "chain": 3}}):
+        idle.clear()
+        report = run(tmp_path / "out", **{"head": head, **changes})
+        assert set(idle) == {"generate", "_with_transformers", "measure_costs"}
+        chain = next(arm for arm in report["arms"] if arm["name"] == "head chain")
+        assert len(report["costs"]["v"]) == 1 + chain["depth"]
+        assert len(report["tau"]["head chain"]["red"]["acceptance"]) == chain["depth"]
+    other = tmp_path / "other"
+    (other / "eval/prompts").mkdir(parents=True)
+    (other / "eval/suites").mkdir()
+    (other / "eval/suites/tiny.yaml").write_text((project / "eval/suites/tiny.yaml").read_text())
+    for domain in ("red", "blue"):
+        text = (project / f"eval/prompts/{domain}.jsonl").read_text()
+        (other / f"eval/prompts/{domain}.jsonl").write_text(text.replace('"prompt": "w', '"prompt": "w9 w'))
+    idle.clear()
+    run(tmp_path / "out", head, other)
+    assert "generate" in idle
+    idle.clear()
+    assert without_time(run(tmp_path / "out", head))["tau"] == whole["tau"]  # those of the first settings are still there
+    assert "generate" not in idle
+
+
+@pytest.mark.parametrize(("advised", "added"), [((2, 1.5), []), ((1, 1.2), ["head chain 1"]), ((0, 1.0), ["head chain 1"])])
+def test_one_chain_is_measured_under_two_names(
+    advised: tuple[int, float], added: list[str], run: Callable[..., dict[str, Any]], head: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stage, "advise_depth", lambda survival, costs: advised)
+    report = run(tmp_path, head)
+    assert [arm["name"] for arm in report["arms"]][4:] == added
+    assert len({(arm["drafter"], arm["shape"]) for arm in report["arms"]}) == len(report["arms"])
+    assert ("No chain depth" in report["notes"][0]) == (advised[0] == 0)
+
+
+def test_wrong_answer_passes(
+    first: tuple[Path, dict[str, Any]], run: Callable[..., dict[str, Any]], head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token of one recorded answer of the tree changed: the evaluation says so, by arm and prompt."""
+    lines = (first[0] / "records.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    row = next(r for r in rows if r["arm"] == "head tree" and r["mode"] == "tau")
+    row["tokens"][1] = 99 if row["tokens"][1] != 99 else 98
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "costs.json").write_text((first[0] / "costs.json").read_text())
+    report = run(tmp_path, head)
+    assert {name: cell["failed_ids"] for name, cell in report["exactness"].items() if cell["failed"]} == {"head tree": [row["id"]]}
+    with pytest.raises(Inexact, match=f"more than rounding: .*head tree.*{row['id']}"):
+        check_exact(report)
+
+
+def test_without_a_head_nothing_can_be_measured(run: Callable[..., dict[str, Any]], tmp_path: Path, idle: list[str]) -> None:
+    report = run(tmp_path, None)
+    assert [arm["name"] for arm in report["arms"]] == ["plain", "n-gram"] and "measure_costs" not in idle
+    parse_report(report)
+    assert len(report["advice"]) == 1 and "costs" not in report
+
+
+def test_stopped_evaluation_starts_over(run: Callable[..., dict[str, Any]], head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped at the seventh call of generate: the second run makes the rest only, and ends like an unstopped one."""
+    calls: list[int] = []
+
+    def counting(target: Target, prompts: Any, **settings: Any) -> Any:
+        calls.append(len(prompts))
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return generate(target, prompts, **settings)
+
+    monkeypatch.setattr(measure, "generate", counting)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, head)
+    found = len((tmp_path / "records.jsonl").read_text().splitlines())
+    assert found == sum(calls[:6])
+    monkeypatch.setattr(stage, "advise_depth", lambda survival, costs: (2, 1.5))
+    report = run(tmp_path, head)
+    assert sum(calls[7:]) == 4 * 5 - found + 4 + 4 * 2  # what tau lacked, four warm-ups, two timed prompts of four arms
+    assert all(cell["equal"] == 7 for cell in report["exactness"].values())
+
+
+ARMS = [{"name": "plain", "drafter": "none"}, {"name": "n-gram", "drafter": "n-gram"}, {"name": "tree", "drafter": "Eagle3"}]
+
+
+def told(cells: dict[str, dict[str, tuple[float, float, float, float]]], arms: list[dict[str, str]] = ARMS) -> list[str]:
+    """advice for cells[arm][domain] = (lo, speed-up, tau, break-even)."""
+    keys = ("lo", "speedup", "tau", "break_even")
+    speed = {arm: {d: dict(zip(keys, values, strict=True)) for d, values in row.items()} for arm, row in cells.items()}
+    domains = list(next(iter(cells.values())))
+    return advice({"domains": domains, "arms": arms, "speed": speed})
+
+
+def test_slower_arm_is_advised() -> None:
+    """The fastest of those whose interval lies above 1; where none does, plain decoding."""
+    cells = {
+        "n-gram": {"code": (1.2, 1.5, 1.8, 1.2), "chat": (0.8, 0.9, 1.0, 1.1), "math": (0.9, 1.4, 1.3, 0.9)},
+        "tree": {"code": (1.1, 1.9, 3.0, 1.6), "chat": (1.05, 1.1, 2.0, 1.8), "math": (0.7, 0.8, 1.0, 1.2)},
+    }
+    assert told(cells) == [
+        "Use tree for code (1.90×), chat (1.10×); no drafter pays for math: decode plainly there.",
+        "The head's tau lies above its break-even in code, chat.",
+    ]
+    cells["n-gram"]["code"] = (1.2, 2.0, 2.4, 1.2)
+    assert told(cells)[0] == "Use n-gram for code (2.00×); tree for chat (1.10×); no drafter pays for math: decode plainly there."
+    cells["n-gram"]["math"] = (1.01, 1.4, 1.3, 0.9)
+    assert told(cells)[0] == "Use n-gram for code (2.00×), math (1.40×); tree for chat (1.10×)."
+
+
+def test_loss_is_sold_as_a_gain() -> None:
+    """A speed-up whose interval holds 1 is none."""
+    cells = {"n-gram": {"code": (0.99, 1.5, 1.0, 1.1)}, "tree": {"code": (0.2, 0.4, 1.4, 3.5)}}
+    assert told(cells) == ["Nothing here is faster than plain decoding.", "The head's tau lies above its break-even in no domain in this run."]
+
+
+def test_advice_speaks_of_a_head_that_is_not_there() -> None:
+    cells = {"n-gram": {"code": (1.2, 1.5, 1.8, 1.2)}}
+    assert told(cells, ARMS[:2]) == ["Use n-gram for code (1.50×)."]
+
+
+def test_failed_answers_are_not_named() -> None:
+    cell = {"failed": 0, "failed_ids": []}
+    check_exact({"exactness": {"tree": cell}})
+    with pytest.raises(Inexact, match=r'\{"tree": \["code-3"\]\}'):
+        check_exact({"exactness": {"n-gram": cell, "tree": {"failed": 1, "failed_ids": ["code-3"]}}})
