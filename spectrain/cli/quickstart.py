@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
 import spectrain
 from spectrain.cli import stages
@@ -108,9 +110,21 @@ def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, over
     return report
 
 
+def arms_table(report: dict[str, Any]) -> Table:
+    """Over all domains: what a round costs, how deep drafts are accepted, and tokens per second beside plain decoding's."""
+    columns = ("arm", "shape", "tau", "break-even", "acceptance by position", "tokens/s", "× plain")
+    table = Table(*columns, box=SIMPLE_HEAD, title="all domains")
+    for arm in report["arms"]:
+        tau, speed = report["tau"][arm["name"]]["all (micro)"], report["speed"][arm["name"]]["all"]
+        accepted = " ".join(f"{share:.2f}" for share in tau["acceptance"])
+        figures = (f"{tau['tau']:.2f}", f"{speed['break_even']:.2f}", accepted, f"{speed['tokens_per_s']:.1f}", f"{speed['speedup']:.2f}")
+        table.add_row(arm["name"], arm["shape"], *figures)
+    return table
+
+
 def show(report: dict[str, Any], folder: Path, console: Console) -> None:
     """The table and the advice, and where the rest is."""
-    for table in terminal_table(report):
+    for table in [*terminal_table(report), arms_table(report)]:
         console.print(table)
     for sentence in report["advice"]:
         console.print(f"[bold]{sentence}")

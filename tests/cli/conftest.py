@@ -19,7 +19,12 @@ RECIPE = """
 name: tiny
 target: {name: TARGET}
 data:
-  answers: {prompts: recipes/data/prompts.jsonl, file: recipes/data/answers.jsonl, mix: {red: 6, blue: 5}, max_new_tokens: 14, batch_size: 4}
+  answers:
+    prompts: recipes/data/prompts.jsonl
+    file: recipes/data/answers.jsonl
+    mix: {red: 6, blue: 5}
+    max_new_tokens: 14
+    batch_size: 4
   validation_per_domain: 1
 head: {draft_vocab_size: 60}
 training: {epochs: 2, ttt_steps: 2, tokens_per_step: 24, lr: 2e-3}
@@ -38,7 +43,7 @@ max_new_tokens: 16
 
 def write_prompts(path: Path, domains: Sequence[str], number: int, *, first: int) -> None:
     rows = [
-        {"id": f"{domain}-{first + i}", "domain": domain, "prompt": f"w{10 + i} w{40 + first + i} w{12 + (7 * i + j) % 60}"}
+        {"id": f"{domain}-{first + i}", "domain": domain, "prompt": f"w{10 + 25 * j + i} w{40 + first + i} w{12 + 7 * i}"}
         for j, domain in enumerate(domains)
         for i in range(number)
     ]

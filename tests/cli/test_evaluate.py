@@ -1,5 +1,6 @@
 """The evaluation stage: everything measured once, told in words, and checked against plain decoding."""
 
+import importlib
 import io
 import json
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from spectrain.cli import evaluate as stage
 from spectrain.cli.evaluate import Inexact, advice, check_exact, evaluate
 from spectrain.config import EvaluationConfig
 from spectrain.data.formats import read_jsonl
@@ -20,6 +20,9 @@ from spectrain.evaluation.metrics import speed_cell, tau_table
 from spectrain.evaluation.render import parse_report, terminal_table, write_report
 from spectrain.target.model import Target
 
+Run = Callable[..., dict[str, Any]]
+First = tuple[Path, dict[str, Any]]
+stage = importlib.import_module("spectrain.cli.evaluate")  # the package has a command of this name
 SHAPES = {"chain": 2, "ngram": 3, "tree_top_k": 2, "tree_depth": 2, "tree_budget": 4}
 CONFIG = {"suite": "eval/suites/tiny.yaml", "shapes": SHAPES, "batch_size": 3, "speed_prompts": 1, "speed_max_new_tokens": 5}
 EXTRA = {"versions": {"spectrain": "0"}}
@@ -31,7 +34,7 @@ def head(target: Target, make_head: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def run(target: Target, project: Path) -> Callable[..., dict[str, Any]]:
+def run(target: Target, project: Path) -> Run:
     """run(out, head, **settings): the report of an evaluation on the suite of the tiny project."""
 
     def evaluated(out: Path, head: Any, root: Path = project, **settings: Any) -> dict[str, Any]:
@@ -42,7 +45,7 @@ def run(target: Target, project: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def first(run: Callable[..., dict[str, Any]], head: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def first(run: Run, head: Any, tmp_path_factory: pytest.TempPathFactory) -> First:
     """Folder and report of a first evaluation."""
     out = tmp_path_factory.mktemp("evaluation")
     return out, run(out, head)
@@ -66,7 +69,7 @@ def without_time(report: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in report.items() if key != "made"}
 
 
-def test_report_lacks_what_the_page_needs(first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_report_lacks_what_the_page_needs(first: First, tmp_path: Path) -> None:
     _, report = first
     parse_report(json.loads(json.dumps(report, allow_nan=False)))
     write_report(report, tmp_path)
@@ -80,7 +83,7 @@ def test_report_lacks_what_the_page_needs(first: tuple[Path, dict[str, Any]], tm
     assert all(sentence.split(";")[0] in (tmp_path / "report.md").read_text() for sentence in report["advice"])
 
 
-def test_some_answer_is_not_plain_decodings(first: tuple[Path, dict[str, Any]]) -> None:
+def test_some_answer_is_not_plain_decodings(first: First) -> None:
     _, report = first
     arms = [arm["name"] for arm in report["arms"]]
     assert arms[:4] == ["plain", "n-gram", "head chain", "head tree"]
@@ -90,7 +93,7 @@ def test_some_answer_is_not_plain_decodings(first: tuple[Path, dict[str, Any]]) 
     check_exact(report)
 
 
-def test_one_arm_has_other_prompts_or_another_baseline(first: tuple[Path, dict[str, Any]]) -> None:
+def test_one_arm_has_other_prompts_or_another_baseline(first: First) -> None:
     _, report = first
     for arm in report["arms"]:
         tau, speed = report["tau"][arm["name"]], report["speed"][arm["name"]]
@@ -102,7 +105,7 @@ def test_one_arm_has_other_prompts_or_another_baseline(first: tuple[Path, dict[s
     assert report["tau"]["head chain"]["all (micro)"]["tau"] > 1.0 or report["tau"]["head tree"]["all (micro)"]["tau"] > 1.0
 
 
-def test_second_call_measures_again(first: tuple[Path, dict[str, Any]], run: Callable[..., dict[str, Any]], head: Any, idle: list[str]) -> None:
+def test_second_call_measures_again(first: First, run: Run, head: Any, idle: list[str]) -> None:
     out, report = first
     before = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
     again = run(out, head)
@@ -110,7 +113,7 @@ def test_second_call_measures_again(first: tuple[Path, dict[str, Any]], run: Cal
     assert {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()} == before
 
 
-def test_tables_cannot_be_made_from_the_records(first: tuple[Path, dict[str, Any]]) -> None:
+def test_tables_cannot_be_made_from_the_records(first: First) -> None:
     out, report = first
     (key,) = {row["key"] for _, row in read_jsonl(out / "records.jsonl")}
     found = Records(out / "records.jsonl", key).found
@@ -120,12 +123,14 @@ def test_tables_cannot_be_made_from_the_records(first: tuple[Path, dict[str, Any
         for d, cell in report["tau"][arm["name"]].items():
             assert {k: v for k, v in table[d].items() if k not in ("lo", "hi")} == {k: v for k, v in cell.items() if k not in ("lo", "hi")}
         for d in ("red", "blue"):
-            timed, plain = ([r for (a, mode, _), r in found.items() if (a, mode, r.domain) == (name, "speed", d)] for name in (arm["name"], "plain"))
+            timed, plain = (
+                [r for (a, mode, _), r in found.items() if (a, mode, r.domain) == (name, "speed", d)] for name in (arm["name"], "plain")
+            )
             assert speed_cell(timed, plain) == report["speed"][arm["name"]][d]
 
 
 def test_figures_of_other_settings_are_kept(
-    first: tuple[Path, dict[str, Any]], run: Callable[..., dict[str, Any]], target: Target, make_head: Callable[..., Any], idle: list[str],
+    first: First, run: Run, target: Target, make_head: Callable[..., Any], idle: list[str],
     project: Path, tmp_path: Path, head: Any,
 ) -> None:  # fmt: skip
     """RE3: another head, another depth, other texts under the same ids: measured anew, costs too, in the same folder."""
@@ -155,7 +160,12 @@ def test_figures_of_other_settings_are_kept(
 
 @pytest.mark.parametrize(("advised", "added"), [((2, 1.5), []), ((1, 1.2), ["head chain 1"]), ((0, 1.0), ["head chain 1"])])
 def test_one_chain_is_measured_under_two_names(
-    advised: tuple[int, float], added: list[str], run: Callable[..., dict[str, Any]], head: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    advised: tuple[int, float],
+    added: list[str],
+    run: Run,
+    head: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(stage, "advise_depth", lambda survival, costs: advised)
     report = run(tmp_path, head)
@@ -164,9 +174,7 @@ def test_one_chain_is_measured_under_two_names(
     assert ("No chain depth" in report["notes"][0]) == (advised[0] == 0)
 
 
-def test_wrong_answer_passes(
-    first: tuple[Path, dict[str, Any]], run: Callable[..., dict[str, Any]], head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_answer_passes(first: First, run: Run, head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token of one recorded answer of the tree changed: the evaluation says so, by arm and prompt."""
     lines = (first[0] / "records.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -180,14 +188,14 @@ def test_wrong_answer_passes(
         check_exact(report)
 
 
-def test_without_a_head_nothing_can_be_measured(run: Callable[..., dict[str, Any]], tmp_path: Path, idle: list[str]) -> None:
+def test_without_a_head_nothing_can_be_measured(run: Run, tmp_path: Path, idle: list[str]) -> None:
     report = run(tmp_path, None)
     assert [arm["name"] for arm in report["arms"]] == ["plain", "n-gram"] and "measure_costs" not in idle
     parse_report(report)
     assert len(report["advice"]) == 1 and "costs" not in report
 
 
-def test_stopped_evaluation_starts_over(run: Callable[..., dict[str, Any]], head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_evaluation_starts_over(run: Run, head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped at the seventh call of generate: the second run makes the rest only, and ends like an unstopped one."""
     calls: list[int] = []
 
@@ -238,7 +246,10 @@ def test_slower_arm_is_advised() -> None:
 def test_loss_is_sold_as_a_gain() -> None:
     """A speed-up whose interval holds 1 is none."""
     cells = {"n-gram": {"code": (0.99, 1.5, 1.0, 1.1)}, "tree": {"code": (0.2, 0.4, 1.4, 3.5)}}
-    assert told(cells) == ["Nothing here is faster than plain decoding.", "The head's tau lies above its break-even in no domain in this run."]
+    assert told(cells) == [
+        "Nothing here is faster than plain decoding.",
+        "The head's tau lies above its break-even in no domain in this run.",
+    ]
 
 
 def test_advice_speaks_of_a_head_that_is_not_there() -> None:

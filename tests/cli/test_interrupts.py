@@ -1,0 +1,141 @@
+"""Ctrl-C at any stage: a note, exit code 130, and the same command goes on from there to the same end."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from safetensors.torch import load_file
+
+from spectrain.cli import stages
+from spectrain.data.masking import Row
+from spectrain.target import features
+from spectrain.target.features import FeatureStore
+
+Cli = Callable[..., Result]
+STOPPING = """
+import os, signal
+from spectrain.training import loop
+
+original, calls = loop._work, []
+
+def work(*args):
+    calls.append(1)
+    if len(calls) == {step}:
+        os.kill(os.getpid(), signal.SIGINT)
+    return original(*args)
+
+loop._work = work
+from spectrain.cli import main
+main()
+"""
+
+
+def interrupt_at(number: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, with a Ctrl-C to this process when it is called for the `number`th time."""
+    calls: list[int] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def stopped(result: Result) -> str:
+    assert result.exit_code == 130, result.output
+    assert "Traceback" not in result.output
+    return result.stderr.strip().splitlines()[-1]
+
+
+NOTE = "what is finished is kept, the same command goes on from there"
+
+
+def test_stop_in_training_changes_the_head(project: Path, trained: Path, start: Callable[..., subprocess.Popen[str]], cli: Cli) -> None:
+    """RE1: stopped in step 11 of 18 as a real process; the second call ends with the weights of the run that was not stopped."""
+    out = project / "runs/stopped"
+    shutil.copytree(trained / "states", out / "states")
+    shutil.copy(trained / "answers.jsonl", out)
+    train = ["train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", out]
+    run = start("-c", STOPPING.format(step=11), *train)
+    _, err = run.communicate(timeout=900)
+    assert run.returncode == 130, err
+    assert err.strip().splitlines()[-1] == f"stopped after step 11 of 18; {NOTE}" and "Traceback" not in err
+    assert torch.load(out / "training/checkpoint.pt", weights_only=True)["step"] == 11 and not (out / "last").exists()
+    result = cli(*train)
+    assert result.exit_code == 0, result.output
+    for name in ("head", "last"):
+        whole, resumed = (load_file(folder / name / "model.safetensors") for folder in (trained, out))
+        assert whole.keys() == resumed.keys() and all(torch.equal(whole[key], resumed[key]) for key in whole)
+    points = [[json.loads(line) for line in (f / "training/metrics.jsonl").read_text().splitlines()] for f in (trained, out)]
+    assert [[(p["step"], p["measured_tau"]) for p in found] for found in points][0] == [(p["step"], p["measured_tau"]) for p in points[1]]
+
+
+def test_stop_in_the_answers_leaves_half_a_row(project: Path, trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in the second batch: the first one is whole, the rest is missing; then exactly the missing ones are made."""
+    out = project / "runs/answers"
+    train = ["train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", out, "--set", "training.steps=1"]
+    original = stages.generate
+    monkeypatch.setattr(stages, "generate", interrupt_at(2, original))
+    assert stopped(cli(*train)) == f"stopped; {NOTE}"
+    lines = (out / "answers.jsonl").read_text().splitlines(keepends=True)
+    assert 1 <= len(lines) < 11 and all(json.loads(line)["finish_reason"] for line in lines) and lines[-1].endswith("\n")
+    assert not (out / "states").exists() and not (out / "head").exists()
+    asked: list[int] = []
+    monkeypatch.setattr(stages, "generate", lambda target, chats, **kw: (asked.append(len(chats)), original(target, chats, **kw))[1])
+    assert cli(*train).exit_code == 0
+    assert sum(asked) == 11 - len(lines)
+    assert (out / "answers.jsonl").read_text() == (trained / "answers.jsonl").read_text()
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "ROWS_PER_SHARD", 4)
+
+
+def rows_of(trained: Path, project: Path) -> list[Row]:
+    from spectrain.config import Recipe, load_config
+    from spectrain.data.formats import read_conversations
+    from spectrain.target.model import load_target
+
+    recipe = load_config(Recipe, project / "recipes/tiny.yaml")
+    return stages.make_rows(recipe, load_target(project / "target"), read_conversations(trained / "answers.jsonl"), None).rows
+
+
+def half_written(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    path.write_bytes(b"half of a shard")
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("what", "by", "kept"), [("capture_row", 6, 1), ("save_file", 0, 0)])
+def test_stop_in_the_capture_leaves_half_a_shard(
+    what: str, by: int, kept: int, project: Path, trained: Path, cli: Cli, small_shards: None, tmp_path: Path
+) -> None:
+    """Stopped between two shards or inside one: whole shards are kept, no half counts, and the end is that of an unstopped run."""
+    rows, states = rows_of(trained, project), tmp_path / "states"
+    shutil.copy(trained / "answers.jsonl", tmp_path)
+    train = ["train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", tmp_path, "--set", "training.steps=1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, what, interrupt_at(by, features.capture_row) if by else half_written)
+        assert stopped(cli(*train)) == f"stopped; {NOTE}"
+    assert len(list(states.glob("*.safetensors"))) == kept
+    with pytest.raises(ValueError, match=f"incomplete .{3 - kept} shards missing"):
+        FeatureStore(states, rows)
+    first = {p.name: p.stat().st_mtime_ns for p in states.glob("*.safetensors")}
+    assert cli(*train).exit_code == 0
+    assert {name: (states / name).stat().st_mtime_ns for name in first} == first and not list(states.glob("*.part"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "ROWS_PER_SHARD", 16)
+        whole = [FeatureStore(trained / "states", rows)[i] for i in range(len(rows))]
+    resumed = FeatureStore(states, rows)
+    for i, sample in enumerate(whole):
+        assert all(torch.equal(getattr(sample, f), getattr(resumed[i], f)) for f in sample.__dataclass_fields__)

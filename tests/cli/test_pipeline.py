@@ -1,0 +1,211 @@
+"""The whole way through the real command line: answers, states, head, figures, export; alone and on two processes."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from safetensors.torch import load_file
+
+from spectrain.cli import stages
+from spectrain.config import Recipe, load_config
+from spectrain.data.formats import read_conversations
+from spectrain.decoding.generate import generate
+from spectrain.heads.base import load_head
+from spectrain.target import features
+from spectrain.target.model import load_target
+
+Cli = Callable[..., Result]
+SPY = """
+import os, runpy, sys
+
+log = os.open(f"writes-{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+def hook(event, args):
+    writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+    if (writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")) and "runs/two" in str(args[0]):
+        os.write(log, f"{event} {args[0]}\\n".encode())
+
+sys.addaudithook(hook)
+runpy.run_module("spectrain", run_name="__main__")
+"""
+
+
+def files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_run_leaves_something_out(project: Path, trained: Path) -> None:
+    conversations = read_conversations(trained / "answers.jsonl")
+    assert sorted(c.domain for c in conversations) == ["blue"] * 5 + ["red"] * 6
+    head = load_head(trained / "head")
+    assert head.layer_ids == (2, 3, 4) and head.made_with["target"] == str(project / "target")
+    assert load_head(trained / "last").config == head.config
+    recipe = load_config(Recipe, project / "recipes/tiny.yaml")
+    assert load_config(Recipe, trained / "head/run.yaml") == recipe
+    points = [json.loads(line) for line in (trained / "training/metrics.jsonl").read_text().splitlines()]
+    assert [p["step"] for p in points] == [9, 18] and all(1.0 <= p["measured_tau"] <= 5.0 for p in points)
+    assert points[1]["loss"] < points[0]["loss"]
+    saved = torch.load(trained / "training/checkpoint.pt", weights_only=True)
+    assert saved["step"] == 18 and saved["best"] == max(p["measured_tau"] for p in points)
+    assert not [p for p in trained.rglob("*") if p.suffix in (".part", ".old")]
+
+
+def test_answers_are_not_the_targets(project: Path, trained: Path) -> None:
+    """Greedy ones are those of plain decoding; some are sampled, and differ."""
+    target = load_target(project / "target")
+    conversations = read_conversations(trained / "answers.jsonl")
+    greedy = generate(target, [list(c.messages[:1]) for c in conversations], max_new_tokens=14).rows
+    same = [row.text == c.messages[1]["content"] for row, c in zip(greedy, conversations, strict=True)]
+    assert len(same) / 2 < sum(same) < len(same)
+
+
+def test_second_call_does_it_again(project: Path, trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(*args: object, **kwargs: object) -> None:
+        raise AssertionError("done a second time")
+
+    for where, name in ((stages, "generate"), (features, "capture_row"), (stages, "save_head")):
+        monkeypatch.setattr(where, name, again)
+    before = files(trained)
+    del before["rejected.jsonl"]
+    result = cli("train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", trained)
+    assert result.exit_code == 0, result.output
+    assert "18 steps, best measured tau" in result.stdout
+    after = files(trained)
+    assert {name: after[name] for name in before} == before
+
+
+def test_other_rows_or_settings_are_trained_over(project: Path, trained: Path, cli: Cli) -> None:
+    """RE3: the same folder with other rows, or another learning rate, is refused by what differs."""
+    train = ["train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", trained]
+    before = files(trained / "training"), files(trained / "states"), files(trained / "head")
+    for setting, words in (("data.max_rows=4", "is a store with rows = 9, needed 4"), ("training.lr=1e-3", "other settings or data")):
+        result = cli(*train, "--set", setting)
+        assert result.exit_code == 1 and words in result.stderr
+    assert (files(trained / "training"), files(trained / "states"), files(trained / "head")) == before
+
+
+def test_answers_of_earlier_settings_are_trained_on(project: Path, trained: Path, tmp_path: Path, make_target: Callable) -> None:
+    """RE3: with another length, another mix or another target the file keeps its old rows, and none of them counts."""
+    file = tmp_path / "answers.jsonl"
+    shutil.copy(trained / "answers.jsonl", file)
+    config = load_config(Recipe, project / "recipes/tiny.yaml").data.answers
+    target = load_target(project / "target")
+    assert stages.make_answers(config, target, project, file) == 0
+    old = stages.read_answers(config, target, project, file)
+    assert old == read_conversations(file)
+    shorter = config.model_copy(update={"max_new_tokens": 3})
+    assert stages.make_answers(shorter, target, project, file) == 11
+    new = stages.read_answers(shorter, target, project, file)
+    assert len(new) == 11 and len(read_conversations(file)) == 22
+    assert max(len(c.messages[1]["content"].split()) for c in new) <= 3
+    fewer = config.model_copy(update={"mix": {"red": 2}})
+    assert stages.make_answers(fewer, target, project, file) == 0
+    assert [c.domain for c in stages.read_answers(fewer, target, project, file)] == ["red", "red"]
+    other = make_target(num_hidden_layers=7, seed=5)
+    assert stages.make_answers(config, other, project, file) == 11
+    assert len(stages.read_answers(config, other, project, file)) == 11
+    assert stages.read_answers(config, target, project, file) == old
+
+
+def test_speculation_changes_the_answer(project: Path, trained: Path, cli: Cli) -> None:
+    ask = ["generate", "w12 w44", "--target", project / "target", "--max-new-tokens", 12, "--json"]
+    found = {}
+    for name, options in {
+        "none": [],
+        "chain": ["--head", trained / "head", "--chain", 3],
+        "tree": ["--head", trained / "head", "--tree"],
+        "ngram": ["--drafter", "ngram"],
+    }.items():
+        result = cli(*ask, *options)
+        assert result.exit_code == 0, result.output
+        found[name] = json.loads(result.stdout)  # nothing else is printed there
+    assert len({(f["text"], *f["tokens"]) for f in found.values()}) == 1
+    plain, chain = found["none"], found["chain"]
+    assert set(plain) == {"text", "tokens", "finish_reason", "tokens", "rounds", "tau", "drafted", "accepted", "tokens_per_s"}
+    assert plain["tau"] == 1.0 and plain["drafted"] == 0 and chain["drafted"] == 3 * chain["rounds"]
+
+
+def test_json_holds_a_number_for_the_tokens(project: Path, cli: Cli) -> None:
+    result = cli("generate", "w12 w44", "--target", project / "target", "--max-new-tokens", 5, "--json", "--temperature", 1, "--seed", 3)
+    found = json.loads(result.stdout)
+    again = json.loads(cli("generate", "w12 w44", "--target", project / "target", "--max-new-tokens", 5, "--json", "--temperature", 1, "--seed", 3).stdout)
+    assert isinstance(found["tokens"], list) and found["tokens"] == again["tokens"] and len(found["tokens"]) == found["rounds"] + 1
+
+
+def test_stream_shows_another_answer(project: Path, trained: Path, cli: Cli) -> None:
+    ask = ["generate", "w12 w44", "--target", project / "target", "--max-new-tokens", 12, "--head", trained / "head"]
+    answer = json.loads(cli(*ask, "--json").stdout)
+    shown = cli(*ask).stdout
+    assert " ".join(shown.split()).startswith(" ".join(answer["text"].split()))
+    assert f"{len(answer['tokens'])} tokens in {answer['rounds']} passes: tau {answer['tau']:.2f}" in " ".join(shown.split())
+
+
+def test_exported_head_is_another(project: Path, trained: Path, cli: Cli, tmp_path: Path) -> None:
+    for _ in range(2):  # a second export replaces the first
+        result = cli("export", trained / "head", "--to", "vllm", "--out", tmp_path / "export")
+        assert result.exit_code == 0, result.output
+    assert "vllm serve" in result.stdout and str(project / "target") in result.stdout
+    ours, theirs = load_file(trained / "head/model.safetensors"), load_file(tmp_path / "export/model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and "midlayer.self_attn.q_proj.weight" in theirs
+    assert json.loads((tmp_path / "export/config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+
+
+def test_report_is_told_otherwise_the_second_time(evaluated: Path, cli: Cli) -> None:
+    names = ("report.html", "report.md", "report.json")
+    before = {name: (evaluated / name).read_text() for name in names}
+    report = json.loads(before["report.json"])
+    assert all(cell["equal"] == cell["prompts"] == 7 for cell in report["exactness"].values())
+    (evaluated / "report.md").unlink()
+    result = cli("report", evaluated)
+    assert result.exit_code == 0, result.output
+    assert {name: (evaluated / name).read_text() for name in names} == before
+    told = " ".join(result.stdout.split())
+    assert all(sentence in told for sentence in report["advice"])
+    assert "".join(f"{evaluated}/report.html".split()) in "".join(result.stdout.split())  # a path that is there
+
+
+@pytest.fixture(scope="session")
+def two_ranks(project: Path, start: Callable[..., subprocess.Popen[str]]) -> tuple[Path, str]:
+    """The folder of a run on two processes, and what it printed."""
+    (project / "spy.py").write_text(SPY)
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
+    command = ["spy.py", "train", "recipes/tiny.yaml", "--fresh-answers", "--out", "runs/two"]
+    run = start(*launch, "--dynamo_backend", "no", "--main_process_port", 0, *command)
+    try:
+        out, err = run.communicate(timeout=900)
+    except subprocess.TimeoutExpired:
+        run.terminate()
+        raise
+    assert run.returncode == 0, out + err
+    return project / "runs/two", out
+
+
+def test_every_process_writes(project: Path, two_ranks: tuple[Path, str]) -> None:
+    folder, out = two_ranks
+    assert out.count("best measured tau") == 1 and out.count("states take") == 1
+    assert (project / "writes-1.txt").read_text() == ""
+    assert "checkpoint.pt" in (project / "writes-0.txt").read_text()
+    assert len((folder / "training/metrics.jsonl").read_text().splitlines()) == 2
+    assert len((folder / "answers.jsonl").read_text().splitlines()) == 11
+
+
+def test_two_processes_train_another_head(project: Path, trained: Path, two_ranks: tuple[Path, str], cli: Cli) -> None:
+    """DI1, LS2: two processes with a batch each are one process with two batches; the last step has a batch for one of them only."""
+    folder, _ = two_ranks
+    alone = project / "runs/accumulated"
+    shutil.copytree(trained / "states", alone / "states")
+    shutil.copy(trained / "answers.jsonl", alone)
+    result = cli("train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", alone, "--set", "training.accumulation=2")
+    assert result.exit_code == 0, result.output
+    assert "10 steps" in result.stdout
+    both, one = (load_file(f / "last/model.safetensors") for f in (folder, alone))
+    for name, tensor in one.items():
+        torch.testing.assert_close(both[name], tensor, atol=2e-5, rtol=1e-3)
+    start = load_file(trained / "last/model.safetensors")
+    assert not torch.allclose(one["fc.weight"], start["fc.weight"], atol=2e-4)
+    assert load_head(folder / "head").made_with["target"] == str(project / "target")
