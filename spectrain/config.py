@@ -49,7 +49,7 @@ class DataConfig(Stage):
     answers: AnswersConfig
     max_length: Positive = 640
     max_rows: Positive | None = None
-    validation_per_domain: Positive = 3
+    validation_per_domain: Positive = 2
 
 
 class HeadConfig(Stage):

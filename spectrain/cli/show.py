@@ -32,7 +32,7 @@ def show_answer(
     row = result.rows[0]
     figures = summary(row)
     if as_json:
-        print(json.dumps({"text": row.text, "tokens": row.tokens, "finish_reason": row.finish_reason, **figures}))
+        print(json.dumps({**figures, "text": row.text, "tokens": row.tokens, "finish_reason": row.finish_reason}))
         return
     console.print()
     kind = "none" if chosen is None else f"{'head' if head and not isinstance(chosen, NGram) else 'ngram'}, {shape}"

@@ -70,7 +70,7 @@ def train(
     rows_VdW = output_VW.to(device)[head.target_ids.to(device)].float()
 
     trainable = [p for p in head.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(trainable, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, total, config))
     model, optimizer = accelerator.prepare(head, optimizer)
     inner = accelerator.unwrap_model(model)
