@@ -17,6 +17,8 @@ from spectrain.heads.eagle3 import Eagle3
 from spectrain.kernels import tree_attention
 from spectrain.target.model import Target
 
+torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
+
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<start> system w1 w2 <end> {% endif %}"
     "{% for m in messages %}<start> {{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"

@@ -18,6 +18,8 @@ def main() -> None:
     """Entry point of `spectrain` and `python -m spectrain`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():  # as our own bars do
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     app()
 
 
@@ -37,7 +39,7 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
                 _fail(str(error))
             raise
         except KeyboardInterrupt as stop:
-            print(f"\n{stop or 'stopped'}; what is finished is kept, the same command goes on from there", file=sys.stderr)
+            print(f"\n{str(stop) or 'stopped'}; what is finished is kept, the same command goes on from there", file=sys.stderr)
             raise typer.Exit(130) from None
 
     return run

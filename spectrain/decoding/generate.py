@@ -116,7 +116,7 @@ class _Batch:
         return torch.tensor([row.reason is None for row in self.rows], device=device)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(
     target: Target, prompts: Sequence[Any], *, drafter: Drafter | None = None, shape: Shape | None = None, rule: str = "auto",
     temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, max_new_tokens: int = 256,
@@ -214,8 +214,9 @@ def _prefill(target: Target, batch: _Batch, layer_ids: tuple[int, ...], sampling
     pad_B = L - length_B
     ids_BL = torch.tensor([[0] * (L - row.prompt_length) + row.ids for row in batch.rows], device=device)
     with clock("verify"):
-        positions_BL = batch.cache.stage(L, pad_B if len(batch.rows) > 1 else None)
-        mask_B1LS = (torch.arange(L, device=device) <= positions_BL[..., None])[:, None]
+        alone = len(batch.rows) == 1
+        positions_BL = batch.cache.stage(L, None if alone else pad_B)
+        mask_B1LS = None if alone else (torch.arange(L, device=device) <= positions_BL[..., None])[:, None]
         out = target.forward(
             ids_BL, positions_BN=positions_BL, mask_B1NS=mask_B1LS, cache=batch.cache, layer_ids=layer_ids, logits_to_keep=1
         )

@@ -219,9 +219,8 @@ def _differing(a: Sequence[int], b: Sequence[int]) -> Iterator[int]:
 def is_tie(target: Target, ids: Sequence[int], tokens: Sequence[int]) -> bool:
     """Are the target's logits of all these tokens, after these ids, within rounding of the best one?"""
     L = len(ids)
-    mask = torch.ones(1, 1, L, L, dtype=torch.bool, device=target.device).tril()
     positions = torch.arange(L, device=target.device)[None]
-    out = target.forward(torch.tensor([ids], device=target.device), positions_BN=positions, mask_B1NS=mask, cache=None, logits_to_keep=1)
+    out = target.forward(torch.tensor([ids], device=target.device), positions_BN=positions, mask_B1NS=None, cache=None, logits_to_keep=1)
     logits_V = out.logits_BKV[0, -1].float()
     best = float(logits_V.max())
     rounding = TIE_ROUNDINGS * torch.finfo(out.logits_BKV.dtype).eps * abs(best)

@@ -45,6 +45,9 @@ def _for_transformers(
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} uses a logit soft-cap or attention sinks, which tree attention does not support yet")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is None and query.shape[2] > 1:  # as everywhere in transformers: no mask is a causal pass from an empty cache
+        assert query.shape[2] == key.shape[2], "a pass behind cached tokens needs a mask"
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2), None
     return attend(query, key, value, attention_mask, scale=scale).transpose(1, 2), None
 
 

@@ -77,9 +77,7 @@ def test_one_arm_answers_for_another(target: Target, calls: Counter, scripted: A
     arm = Arm("guess", scripted(lambda ids: [(7, 0)]), Chain(1))
     tau(target, PROMPTS[:2], records, arm)
     assert calls.prompts == [2, 2]
-    assert [r.drafted for r in records.of("guess", "tau", PROMPTS[:1])[0].rounds] == [1, 1, 1][
-        : len(records.found["guess", "tau", "0"].rounds)
-    ]
+    assert {r.drafted for r in records.of("guess", "tau", PROMPTS[:1])[0].rounds} == {1}
     with pytest.raises(KeyError):
         records.of("guess", "speed", PROMPTS[:1])
 
