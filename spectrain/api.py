@@ -5,7 +5,7 @@ from typing import Any
 
 NAMES: dict[str, str] = {
     "load_target": "spectrain.target.model:load_target",
-    "load_head": "spectrain.heads.base:load_head",
+    "load_head": "spectrain.cli.wiring:load_head",
     "generate": "spectrain.cli.wiring:generate",
     "NGram": "spectrain.drafters.lookup:NGram",
     "Scripted": "spectrain.drafters.scripted:Scripted",

@@ -106,13 +106,15 @@ def make_answers(config: AnswersConfig, target: Target, root: Path, out: Path) -
 def read_answers(config: AnswersConfig, target: Target, root: Path, fresh: Path | None) -> list[Conversation]:
     """The recipe's shipped answers, or fresh ones; ValueError when shipped answers are another target's.
 
-    Of a fresh file only what these settings asked for counts: it keeps the answers of earlier settings.
+    Of a fresh file only what these settings asked for counts, since it keeps the answers of earlier ones, and in the order of the
+    prompts: a stop changes that of the file.
     """
     if fresh is not None:
         prompts, settings = _asked(config, target, root)
-        keys = {answer_key(prompt.chat, settings(prompt)) for prompt in prompts}
+        place = {answer_key(prompt.chat, settings(prompt)): i for i, prompt in enumerate(prompts)}
         rows = zip(read_jsonl(fresh), read_conversations(fresh), strict=True)
-        return [conversation for (_, row), conversation in rows if row.get("key") in keys]
+        found = [(place[row["key"]], conversation) for (_, row), conversation in rows if row.get("key") in place]
+        return [conversation for _, conversation in sorted(found, key=lambda pair: pair[0])]
     path = root / config.file
     if not path.is_file():
         raise ValueError(f"no answers at {path}; let the target answer: add --fresh-answers")

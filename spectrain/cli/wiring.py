@@ -1,12 +1,15 @@
 """What the public API adds to the stages: heads turned into drafters, checks before long work."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from spectrain.decoding.generate import Drafter, Result, Stream
 from spectrain.decoding.generate import generate as run
 from spectrain.decoding.shapes import Shape
 from spectrain.drafters.from_head import HeadDrafter
+from spectrain.heads.base import check_head
+from spectrain.heads.base import load_head as read_head
 from spectrain.target.model import Target
 
 
@@ -16,6 +19,22 @@ def as_drafter(drafter: Any) -> Drafter:
         return HeadDrafter(drafter)
     found: Drafter = drafter
     return found
+
+
+def load_head(where: str | Path, target: Target | None = None, revision: str | None = None) -> Any:
+    """A draft head from a head directory or a Hub repository, on the target's device.
+
+    With a target, ValueError when the head was trained for another one (generate and evaluate check it again).
+    """
+    folder = Path(where)
+    if not folder.exists() and str(where).count("/") == 1 and not str(where).startswith((".", "~")):
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(str(where), revision=revision))
+    head = read_head(folder, device=str(target.device) if target else "cpu")
+    if target is not None:
+        check_head(head, target.fingerprints, target.name)
+    return head
 
 
 def generate(

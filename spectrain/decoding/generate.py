@@ -255,7 +255,8 @@ def _round(
     with clock("accept"):
         accepted = accept(_laws(target, out.logits_BKV, sampling), tree, rule, _coins(batch, device))
     with clock("commit"):
-        path_BK = torch.cat([torch.zeros_like(accepted.next_B)[:, None], accepted.path_BK], dim=1)
+        longest = int(accepted.length_B.max())  # the columns beyond it are empty in every row
+        path_BK = torch.cat([torch.zeros_like(accepted.next_B)[:, None], accepted.path_BK[:, :longest]], dim=1)
         count_B = (accepted.length_B + 1) * batch.active(device)
         cache.commit(count_B, None if tree.is_chain else path_BK)
         node_BK = path_BK.clamp(min=0)

@@ -97,7 +97,7 @@ def test_answers_of_earlier_settings_are_trained_on(project: Path, trained: Path
     target = load_target(project / "target")
     assert stages.make_answers(config, target, project, file) == 0
     old = stages.read_answers(config, target, project, file)
-    assert old == read_conversations(file)
+    assert len(old) == 11 and set(c.id for c in old) == {c.id for c in read_conversations(file)}
     shorter = config.model_copy(update={"max_new_tokens": 3})
     assert stages.make_answers(shorter, target, project, file) == 11
     new = stages.read_answers(shorter, target, project, file)
