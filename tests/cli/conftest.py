@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from spectrain.cli import app
 from spectrain.target.model import Target
 
+Ended = tuple[int, str, str]
 RECIPE = """
 name: tiny
 target: {name: TARGET}
@@ -93,25 +94,31 @@ def cli() -> Callable[..., Result]:
 
 
 @pytest.fixture(scope="session")
-def start(project: Path) -> Callable[..., subprocess.Popen[str]]:
-    """start(*command): python with these arguments in the project's folder, as a person starts it."""
+def start(project: Path) -> Callable[..., Ended]:
+    """start(*arguments of python): exit code, stdout and stderr of a process in the project's folder, as a person starts it."""
 
-    def popen(*command: Any) -> subprocess.Popen[str]:
+    def run(*command: Any) -> Ended:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, *map(str, command)], cwd=project, env=env, **pipes)  # type: ignore[call-overload]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, *map(str, command)], cwd=project, env=env, stdout=pipe, stderr=pipe, text=True)
+        try:
+            out, err = process.communicate(timeout=600)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher ends its processes, too
+            process.communicate(timeout=60)
+            raise
+        return process.returncode, out, err
 
-    return popen
+    return run
 
 
 @pytest.fixture(scope="session")
-def trained(project: Path, start: Callable[..., subprocess.Popen[str]]) -> Path:
+def trained(project: Path, start: Callable[..., Ended]) -> Path:
     """The folder of a whole run of `spectrain train`, from fresh answers to the head."""
-    run = start("-m", "spectrain", "train", "recipes/tiny.yaml", "--fresh-answers", "--out", "runs/one")
-    out, err = run.communicate(timeout=900)
-    assert run.returncode == 0 and "18 steps, best measured tau" in out, out + err
-    assert err == "", "bars and warnings where stderr is no terminal"
+    code, out, err = start("-m", "spectrain", "train", "recipes/tiny.yaml", "--fresh-answers", "--out", "runs/one")
+    assert code == 0 and "18 steps, best measured tau" in out, out + err
     assert "9 rows, " in out and "126 supervised; states take" in out
+    assert "%|" not in err and "Warning" not in err, err  # no bars where stderr is no terminal
     return project / "runs/one"
 
 

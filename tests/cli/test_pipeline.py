@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -169,18 +168,13 @@ def test_report_is_told_otherwise_the_second_time(evaluated: Path, cli: Cli) -> 
 
 
 @pytest.fixture(scope="session")
-def two_ranks(project: Path, start: Callable[..., subprocess.Popen[str]]) -> tuple[Path, str]:
+def two_ranks(project: Path, start: Callable[..., tuple[int, str, str]]) -> tuple[Path, str]:
     """The folder of a run on two processes, and what it printed."""
     (project / "spy.py").write_text(SPY)
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
     command = ["spy.py", "train", "recipes/tiny.yaml", "--fresh-answers", "--out", "runs/two"]
-    run = start(*launch, "--dynamo_backend", "no", "--main_process_port", 0, *command)
-    try:
-        out, err = run.communicate(timeout=900)
-    except subprocess.TimeoutExpired:
-        run.terminate()
-        raise
-    assert run.returncode == 0, out + err
+    code, out, err = start(*launch, "--dynamo_backend", "no", "--main_process_port", 0, *command)
+    assert code == 0, out + err
     return project / "runs/two", out
 
 
