@@ -1,89 +1,108 @@
-"""Which drafted tokens the target keeps, and its own token after them.
+"""Which drafted tokens the target keeps, and its own token after them: which rule fits which tree.
 
-Both rules here draw the target's own choice at every node and follow it down the tree for as long as it was drafted ("sample and
-match"). That is lossless for every tree fixed before the target's coins: the committed tokens are the target's own draws.
+| rule | laws of the draft | |
+|---|---|---|
+| greedy | any | temperature 0: the target's only choices |
+| point_mass | any | the target's own draws; lossless for every tree fixed before its coins |
+| rejection, block | iid chain | lossless; block keeps more |
+| multidraft, traversal | iid, without replacement | lossless; traversal keeps more on average |
+| typical | any | lossy: the tokens do not follow the target's law |
 
 Legend: B rows, N nodes, V vocabulary, K longest path.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spectrain.decoding.sampling import Coins, draw
-from spectrain.decoding.tree import DraftTree, check_tree
+from spectrain.decoding import rules
+from spectrain.decoding.rules import Accepted, follow
+from spectrain.decoding.sampling import RandomSource
+from spectrain.decoding.traversal import traversal
+from spectrain.decoding.tree import LAWS, DraftTree, Law, check_tree
+
+__all__ = ["LOSSY", "RULES", "Accepted", "accept", "follow", "resolve_rule"]
+
+RULES: dict[str, Callable[[Tensor, DraftTree, RandomSource], Accepted]] = {
+    "greedy": rules.greedy, "point_mass": rules.point_mass, "rejection": rules.rejection, "block": rules.block,
+    "multidraft": rules.multidraft, "traversal": traversal, "typical": rules.typical,
+}  # fmt: skip
+LOSSY = frozenset({"typical"})
+CHAINS_ONLY = frozenset({"rejection", "block"})
+RATIO_TESTS = CHAINS_ONLY | {"multidraft", "traversal"}  # these compare p with q
 
 
-@dataclass(frozen=True)
-class Accepted:
-    """path_BK: accepted nodes from depth 1 on (-1 beyond the end); length_B: how many; next_B: the target's own token after them."""
-
-    path_BK: Tensor
-    length_B: Tensor
-    next_B: Tensor
-
-
-def accept(p_BNV: Tensor, tree: DraftTree, rule: str, coins: Coins | None) -> Accepted:
+def accept(p_BNV: Tensor, tree: DraftTree, rule: str, coins: RandomSource | None) -> Accepted:
     """Verify a draft tree against the target's laws p (law of the token after each node), without a Python loop over rows.
 
-    rule: `greedy` (p must be one-hot, any draft law) or `point_mass` (any draft law, lossless for trees fixed before the coins).
-    coins: needed by `point_mass`. Raises ValueError for a rule that does not exist or does not fit.
+    p, q: float32 or float64, worked on in float64. rule: one of RULES; coins: needed by every rule but `greedy` (whose p must be
+    one-hot). A tree of roots alone fits every rule. Raises ValueError for a rule that does not exist or does not fit the tree's law,
+    and for a draft that its own q cannot have drawn.
     """
     if rule not in RULES:
         raise ValueError(f"rule {rule!r} is unknown; choose one of {', '.join(RULES)}")
     if p_BNV.shape[:2] != tree.tokens_BN.shape:
         raise ValueError(f"p has {tuple(p_BNV.shape[:2])} rows and nodes, the tree has {tuple(tree.tokens_BN.shape)}")
     check_tree(tree)
-    return follow(RULES[rule](p_BNV, coins), tree)
-
-
-def choose_best(p_BNV: Tensor, coins: Coins | None) -> Tensor:
-    """Rule `greedy`: the target's only choice; ValueError unless every law is one-hot."""
-    best = p_BNV.max(-1)
-    if not bool((best.values > 1 - 1e-6).all()):
-        raise ValueError("rule 'greedy' needs temperature 0 (one-hot laws); use rule='point_mass' or 'auto' when sampling")
-    return best.indices
-
-
-def choose_drawn(p_BNV: Tensor, coins: Coins | None) -> Tensor:
-    """Rule `point_mass`: a draw from p at every node with a coin of its own."""
+    if rule == "greedy":
+        return rules.greedy(p_BNV, tree, coins)
     if coins is None:
-        raise ValueError("rule 'point_mass' draws from the target's laws and needs coins")
-    return draw(p_BNV, coins.uniform(p_BNV.shape[1], "choice"))
+        raise ValueError(f"rule {rule!r} draws and needs coins; only 'greedy' does without")
+    if rule in RATIO_TESTS and tree.width == 1:
+        root_B = torch.zeros_like(tree.num_B)
+        return Accepted(tree.parents_BN[:, 1:], root_B, rules.last_token(rules.rows_at(p_BNV, root_B), root_B, coins))
+    if rule in RATIO_TESTS:
+        _check_fit(rule, tree.law, tree.is_chain or _has_chains_only(tree))
+        _check_drawn(tree)
+    return RULES[rule](p_BNV, tree, coins)
 
 
-RULES: dict[str, Callable[[Tensor, Coins | None], Tensor]] = {"greedy": choose_best, "point_mass": choose_drawn}
+def resolve_rule(rule: str, *, temperature: float, law: Law, is_chain: bool) -> str:
+    """The rule that `auto` stands for, or the rule itself if it fits the draft's law, its shape and the temperature.
 
-
-def resolve_rule(rule: str, temperature: float) -> str:
-    """The rule that `auto` stands for: greedy at temperature 0, else point mass."""
+    auto: temperature 0 -> greedy; point masses -> point_mass; an iid chain -> block; else traversal. Raises ValueError otherwise.
+    """
+    if law not in LAWS:
+        raise ValueError(f"law {law!r} is unknown; choose one of {', '.join(LAWS)}")
     if rule == "auto":
-        return "greedy" if temperature == 0 else "point_mass"
+        if temperature == 0:
+            return "greedy"
+        if law == "point_mass":
+            return "point_mass"
+        return "block" if law == "iid" and is_chain else "traversal"
     if rule not in RULES:
         raise ValueError(f"rule {rule!r} is unknown; choose one of auto, {', '.join(RULES)}")
     if rule == "greedy" and temperature > 0:
         raise ValueError(f"rule 'greedy' needs temperature 0, found {temperature}; use rule='auto'")
+    _check_fit(rule, law, is_chain)
     return rule
 
 
-def follow(choice_BN: Tensor, tree: DraftTree) -> Accepted:
-    """Walk from the root: at each node go to the child that equals the choice, stop where there is none."""
-    B, N = choice_BN.shape
-    row_B = torch.arange(B, device=choice_BN.device)
-    used_BN = torch.arange(N, device=choice_BN.device) < tree.num_B[:, None]
-    node_B = torch.zeros(B, dtype=torch.long, device=choice_BN.device)
-    length_B = torch.zeros_like(node_B)
-    alive_B = torch.ones(B, dtype=torch.bool, device=choice_BN.device)
-    path = []
-    for _ in range(N - 1):
-        wanted_B = choice_BN[row_B, node_B]
-        match_BN = used_BN & (tree.parents_BN == node_B[:, None]) & (tree.tokens_BN == wanted_B[:, None])
-        alive_B = alive_B & match_BN.any(-1)
-        child_B = match_BN.int().argmax(-1)
-        node_B = torch.where(alive_B, child_B, node_B)
-        length_B = length_B + alive_B
-        path.append(torch.where(alive_B, child_B, -1))
-    path_BK = torch.stack(path, dim=1) if path else torch.empty(B, 0, dtype=torch.long, device=choice_BN.device)
-    return Accepted(path_BK=path_BK, length_B=length_B, next_B=choice_BN[row_B, node_B])
+def _check_fit(rule: str, law: str, is_chain: bool) -> None:
+    """Refuse a ratio test of drafts that it does not hold for."""
+    if rule in RATIO_TESTS and law == "point_mass":
+        raise ValueError(
+            f"rule {rule!r} compares p with the q that children were drawn from, and law 'point_mass' has none; use rule='point_mass' or "
+            "'auto', or draw the draft with law='iid' or 'without_replacement'"
+        )
+    if rule in CHAINS_ONLY and not (law == "iid" and is_chain):
+        shape = "a chain" if is_chain else "a tree with forks"
+        raise ValueError(f"rule {rule!r} verifies iid chains, found {shape} of law {law!r}; use rule='traversal', 'multidraft' or 'auto'")
+
+
+def _has_chains_only(tree: DraftTree) -> bool:
+    straight_N = torch.arange(-1, tree.width - 1, device=tree.parents_BN.device)
+    return bool(((tree.parents_BN == straight_N) | ~rules.used_nodes(tree)).all())
+
+
+def _check_drawn(tree: DraftTree) -> None:
+    """Refuse drafts to which their own q gives no chance: then q is not the law they were drawn from."""
+    assert tree.q_BNV is not None
+    possible_BN = (rules.token_chances(tree.q_BNV, tree) > 0) | ~rules.used_nodes(tree)
+    if not bool(possible_BN[:, 1:].all()):
+        row, node = (~possible_BN[:, 1:]).nonzero()[0].tolist()
+        raise ValueError(
+            f"row {row} drafts token {int(tree.tokens_BN[row, node + 1])} at node {node + 1}, to which q at its parent gives no chance; q "
+            "must be the law that children were drawn from, after all its transforms, and a child without mass left must be dropped"
+        )

@@ -1,12 +1,15 @@
 """From logits to the law of the next token, the same for target and draft, and keyed random numbers.
 
-Legend: B rows, N nodes, V vocabulary.
+Legend: B rows, N nodes, X chosen nodes, W children of a node, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from spectrain.decoding.tree import Law
 
 ROLES = {"choice": 1, "draft": 2, "accept": 3, "residual": 4}
 
@@ -37,25 +40,48 @@ def probabilities(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
         x_BNV = x_BNV.masked_fill(x_BNV < kth_BN1, float("-inf"))
     p_BNV = x_BNV.softmax(-1)
     if sampling.top_p < 1:
-        sorted_BNV, order_BNV = p_BNV.sort(dim=-1, descending=True)
-        before_BNV = sorted_BNV.cumsum(-1) - sorted_BNV  # the token that crosses top_p stays in
-        drop_BNV = torch.zeros_like(p_BNV, dtype=torch.bool).scatter_(-1, order_BNV, before_BNV >= sampling.top_p)
-        p_BNV = p_BNV.masked_fill(drop_BNV, 0.0)
+        p_BNV = p_BNV.masked_fill(p_BNV < nucleus_floor(p_BNV, sampling.top_p), 0.0)
     if sampling.min_p > 0:
         p_BNV = p_BNV.masked_fill(p_BNV < sampling.min_p * p_BNV.amax(-1, keepdim=True), 0.0)
     return p_BNV / p_BNV.sum(-1, keepdim=True)
 
 
+def nucleus_floor(p_BNV: Tensor, top_p: float) -> Tensor:
+    """The smallest probability in the nucleus of each law [B, N, 1] (arXiv 1904.09751): the likeliest tokens up to the one that
+    crosses top_p. Tokens of that very probability are all in.
+
+    Sorting a whole vocabulary costs as much as a pass of a small model; mostly its 1024 likeliest tokens hold the nucleus.
+    """
+    sorted_BNK = p_BNV.topk(min(1024, p_BNV.shape[-1]), dim=-1).values
+    if sorted_BNK.shape[-1] < p_BNV.shape[-1] and not bool((sorted_BNK.sum(-1) >= top_p).all()):
+        sorted_BNK = p_BNV.sort(dim=-1, descending=True).values
+    inside_BNK = sorted_BNK.cumsum(-1) - sorted_BNK < top_p
+    return sorted_BNK.masked_fill(~inside_BNK, 1.0).amin(-1, keepdim=True)
+
+
 def draw(p_BNV: Tensor, u_BN: Tensor) -> Tensor:
     """Inverse-CDF draw of one token a node: the smallest id whose cumulative probability exceeds u; [B, N] int64.
 
-    The cumulative sums are float64 and u is scaled by their total, so that a token of probability 0 is never drawn.
+    p need not sum to 1. The cumulative sums are float64 and u is scaled by their total, so that a token of probability 0 is never
+    drawn.
     """
     cumulative_BNV = p_BNV.double().cumsum(-1)
-    goal_BN1 = (u_BN.double() * cumulative_BNV[..., -1])[..., None]
-    token_BN = torch.searchsorted(cumulative_BNV, goal_BN1, right=True)[..., 0]
-    last_BN = (p_BNV > 0).long().cumsum(-1).argmax(-1)  # guard of rounding at the upper end
-    return torch.minimum(token_BN, last_BN)
+    goal_BN = u_BN.double() * cumulative_BNV[..., -1]  # for u <= 1 - 2^-53 below the total, rounding included
+    token_BN = torch.searchsorted(cumulative_BNV, goal_BN[..., None], right=True)[..., 0]
+    return token_BN.clamp(max=p_BNV.shape[-1] - 1)  # beyond the end only for a law without any mass
+
+
+_inverse = draw  # in the methods below `draw` is a number
+
+
+class RandomSource(Protocol):
+    """All that drawing and verification ask of random numbers; each key (node, role, draw number) names one number of a row's round."""
+
+    def below(self, part_BX: Tensor, whole_BX: Tensor, node_BX: Tensor, role: str, draw: int = 0) -> Tensor:
+        """True with chance part / whole (at most 1), boolean [B, X]."""
+
+    def pick(self, p_BXV: Tensor, node_BX: Tensor, role: str, draw: int = 0) -> Tensor:
+        """A token of each law, int64 [B, X]; p need not sum to 1."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +89,46 @@ class Coins:
     """Random numbers keyed by (row seed, committed length at the start of the round, node, role, draw number).
 
     A coin is never used twice: a round that starts later has another key even at the same position.
-    seed_B, length_B: int64.
+    seed_B, length_B: int64. Roles: `choice` (the target's own draw at a node), `draft` (the children of a node), `accept` (the test
+    of a child, keyed by the child), `residual` (the last token of a round, keyed by the node where it stands).
     """
 
     seed_B: Tensor
     length_B: Tensor
 
-    def uniform(self, nodes: int, role: str, draw: int = 0) -> Tensor:
-        """Independent numbers in [0, 1), float64 [B, nodes]."""
-        node_N = torch.arange(nodes, device=self.seed_B.device)
-        key_BN = mix(mix(self.seed_B) + self.length_B)[:, None] + node_N
-        bits_BN = mix(mix(mix(key_BN) + ROLES[role]) + draw)
-        return ((bits_BN >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+    def uniform(self, nodes: int | Tensor, role: str, draw: int = 0) -> Tensor:
+        """Independent numbers in [0, 1), float64: [B, nodes] for the first nodes, [B, X] for node numbers node_BX."""
+        node_BX = torch.arange(nodes, device=self.seed_B.device) if isinstance(nodes, int) else nodes
+        key_BX = mix(mix(self.seed_B) + self.length_B)[:, None] + node_BX
+        bits_BX = mix(mix(mix(key_BX) + ROLES[role]) + draw)
+        return ((bits_BX >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+    def below(self, part_BX: Tensor, whole_BX: Tensor, node_BX: Tensor, role: str, draw: int = 0) -> Tensor:
+        """Whether u * whole < part, boolean [B, X]: strict, so that a part of 0 never passes, whatever the coin."""
+        return self.uniform(node_BX, role, draw) * whole_BX < part_BX
+
+    def pick(self, p_BXV: Tensor, node_BX: Tensor, role: str, draw: int = 0) -> Tensor:
+        """A token of each law by its inverse CDF, int64 [B, X]."""
+        return _inverse(p_BXV, self.uniform(node_BX, role, draw))
+
+
+def draw_children(q_BXV: Tensor, node_BX: Tensor, width: int, law: Law, coins: RandomSource) -> tuple[Tensor, Tensor]:
+    """Draw `width` children of each node from the draft's laws q; child k takes draw number k of its node.
+
+    law: `iid` (children may repeat) or `without_replacement` (drawn ids masked, the rest renormalised). Returns tokens_BXW in draw
+    order and alive_BXW, False where q had nothing left to draw from: such a child must not enter the tree.
+    Raises ValueError for point masses, which are chosen and not drawn.
+    """
+    if law == "point_mass":
+        raise ValueError("law 'point_mass' draws no children: choose tokens, or draw with law 'iid' or 'without_replacement'")
+    tokens, alive = [], []
+    for k in range(width):
+        token_BX = coins.pick(q_BXV, node_BX, "draft", draw=k)
+        tokens.append(token_BX)
+        alive.append(q_BXV.gather(-1, token_BX[..., None])[..., 0] > 0)
+        if law == "without_replacement" and k + 1 < width:
+            q_BXV = q_BXV.scatter(-1, token_BX[..., None], 0.0)
+    return torch.stack(tokens, dim=-1), torch.stack(alive, dim=-1)
 
 
 def mix(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ class DraftTree:
     (any token, parent 0). law: how children were drawn; `point_mass` covers every tree that was fixed before the target's coins.
     q_BNV: law of the token *after* node n over the full vocabulary, None for `point_mass`.
     is_chain: promise that node n is the child of node n - 1 in every row (lets cache and mask take their short ways).
+    expected_B: how many drafts the drafter itself expects to be accepted, where it was asked.
     Raises ValueError for shapes or parents that make no tree.
     """
 
@@ -31,6 +32,7 @@ class DraftTree:
     law: Law
     q_BNV: Tensor | None = None
     is_chain: bool = False
+    expected_B: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.law not in LAWS:
@@ -68,6 +70,30 @@ def ancestors(parents_BN: Tensor) -> Tensor:
         own_N = torch.arange(N, device=parents_BN.device) == n
         lines.append(inherited_BN | own_N)
     return torch.stack(lines, dim=1)
+
+
+def drop_nodes(tokens_BN: Tensor, parents_BN: Tensor, keep_BN: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Take nodes and all their descendants out of trees; what stays moves to the front in its old order. The root always stays.
+
+    Returns tokens_BN, parents_BN, num_B (nodes left) and kept_BN: the old number of each new node, beyond num_B those of the
+    dropped nodes, so that it serves to gather other values by node. Padding gets the parent 0.
+    """
+    B, N = tokens_BN.shape
+    node_N = torch.arange(N, device=tokens_BN.device)
+    above_BN = parents_BN.clamp(min=0)
+    keep_BN = keep_BN | (node_N == 0)
+    while True:  # once a level, at most
+        held_BN = keep_BN & keep_BN.gather(1, above_BN)
+        if bool((held_BN == keep_BN).all()):
+            break
+        keep_BN = held_BN
+    num_B = keep_BN.sum(-1)
+    kept_BN = torch.argsort(~keep_BN, dim=-1, stable=True)
+    number_BN = keep_BN.long().cumsum(-1) - 1  # new number of each kept node
+    new_parents_BN = number_BN.gather(1, above_BN.gather(1, kept_BN))
+    new_parents_BN = torch.where(node_N < num_B[:, None], new_parents_BN, 0)
+    new_parents_BN = torch.where(node_N == 0, -1, new_parents_BN)
+    return tokens_BN.gather(1, kept_BN), new_parents_BN, num_B, kept_BN
 
 
 def check_tree(tree: DraftTree) -> None:

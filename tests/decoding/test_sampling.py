@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from spectrain.decoding.sampling import ROLES, Coins, Sampling, draw, probabilities, row_seed
+from spectrain.decoding.sampling import ROLES, Coins, Sampling, draw, draw_children, probabilities, row_seed
 
 
 def law(logits: list[float], **settings: float) -> list[float]:
@@ -108,3 +108,61 @@ def test_rows_share_a_seed() -> None:
     seeds = [row_seed(7, b) for b in range(1000)]
     assert seeds[0] == 7 and len(set(seeds)) == 1000
     assert not set(seeds[1:]) & {row_seed(8, b) for b in range(1000)}
+
+
+def test_pick_and_below_share_a_coin() -> None:
+    """Each call is the coin of its own key, whatever other nodes are asked beside it; a chance of 0 never passes, one of 1 always."""
+    tosses = coins(list(range(500)), [4] * 500)
+    node = torch.stack([torch.full((500,), 6), torch.arange(500) % 9], dim=1)
+    u = tosses.uniform(9, "accept", draw=2).gather(1, node)
+    whole = torch.tensor([0.5, 2.0])
+    assert torch.equal(tosses.below(0.3 * whole.expand(500, 2), whole.expand(500, 2), node, "accept", draw=2), u < 0.3)
+    assert not tosses.below(torch.zeros(500, 2), torch.ones(500, 2), node, "accept").any()
+    assert tosses.below(torch.ones(500, 2), torch.ones(500, 2), node, "accept").all()
+    p = torch.tensor([0.1, 0.0, 0.6, 0.3]).expand(500, 2, 4)
+    assert torch.equal(tosses.pick(p, node, "residual", draw=1), draw(p, tosses.uniform(9, "residual", draw=1).gather(1, node)))
+
+
+def test_coins_of_other_keys_are_related() -> None:
+    """Pairs of keys that differ in one part: the pairs of numbers fill the unit square evenly (99 degrees; 160 has a chance of 1e-4)."""
+    rows = torch.arange(5000)
+    one = Coins(rows, torch.full((5000,), 5))
+    base = one.uniform(3, "accept")[:, 1]
+    others = [
+        one.uniform(3, "accept")[:, 2], one.uniform(3, "residual")[:, 1], one.uniform(3, "draft")[:, 1], one.uniform(3, "choice")[:, 1],
+        one.uniform(3, "accept", draw=1)[:, 1], Coins(rows, torch.full((5000,), 6)).uniform(3, "accept")[:, 1],
+        Coins(rows, torch.full((5000,), 6)).uniform(3, "accept")[:, 0],  # the same position, a round later
+        Coins(rows + 1, torch.full((5000,), 5)).uniform(3, "accept")[:, 1],
+    ]  # fmt: skip
+    for other in others:
+        counts = torch.bincount((base * 10).long() * 10 + (other * 10).long(), minlength=100)
+        assert ((counts - 50.0) ** 2 / 50).sum() < 160
+
+
+def test_coin_of_zero_accepts_the_impossible(monkeypatch) -> None:
+    monkeypatch.setattr(Coins, "uniform", lambda self, node, role, draw=0: torch.zeros(node.shape, dtype=torch.float64))
+    node, part = torch.zeros(1, 2, dtype=torch.long), torch.tensor([[0.0, 1e-300]], dtype=torch.float64)
+    assert coins([0], [1]).below(part, torch.ones(1, 2), node, "accept").tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("law", ["iid", "without_replacement"])
+def test_children_follow_another_law(law: str) -> None:
+    rows = 20_000
+    q = torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(rows, 2, 4)
+    node = torch.tensor([[0, 3]]).expand(rows, 2)
+    tokens, alive = draw_children(q, node, 4, law, coins(list(range(rows)), [2] * rows))
+    assert tokens.shape == (rows, 2, 4) and alive[..., :3].all()
+    assert alive[..., 3].all() if law == "iid" else not alive[..., 3].any()
+    pairs = torch.bincount(tokens[:, 1, 0] * 4 + tokens[:, 1, 1], minlength=16) / rows
+    first = q[0, 0]
+    second = first.expand(4, 4) if law == "iid" else (first * (1 - torch.eye(4))) / (1 - first[:, None])
+    torch.testing.assert_close(pairs, (first[:, None] * second).flatten(), atol=0.015, rtol=0)
+    joint = torch.bincount(tokens[:, 0, 0] * 4 + tokens[:, 1, 0], minlength=16) / rows
+    torch.testing.assert_close(joint, (first[:, None] * first).flatten(), atol=0.015, rtol=0)
+    if law == "without_replacement":
+        assert (tokens[..., :3].sort(-1).values == torch.tensor([0, 2, 3])).all()
+
+
+def test_point_masses_are_drawn() -> None:
+    with pytest.raises(ValueError, match="draws no children"):
+        draw_children(torch.ones(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), 1, "point_mass", coins([0], [1]))

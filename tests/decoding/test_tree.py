@@ -47,8 +47,8 @@ def test_empty_shape_is_made(make) -> None:
 
 
 def test_law_that_drafts_cannot_follow_is_taken() -> None:
-    with pytest.raises(ValueError, match="not available"):
-        Chain(3, law="iid")
+    with pytest.raises(ValueError, match="without_replacement"):
+        Chain(3, law="without_replacement")
     assert str(Chain(3, law="point_mass")) == "chain 3" and str(Tree.dynamic(2, 3, 4)) == "tree k=2 d=3 n=4"
 
 
