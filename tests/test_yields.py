@@ -1,8 +1,23 @@
 """Formulas of what a draft is worth."""
 
+import json
+from dataclasses import asdict, replace
+
 import pytest
 
-from spectrain.yields import best_depth, break_even, expected_tokens, speedup, tau_from_survival
+from spectrain.yields import (
+    Costs,
+    best_depth,
+    best_depth_for,
+    break_even,
+    expected_tokens,
+    marginal_depth,
+    speedup,
+    tau_from_survival,
+    tree_tau,
+)
+
+COSTS = Costs(seconds=0.1, v=(1.0, 1.1, 1.3), c=0.2, by_batch={4: (2.0, 3.0, 4.5), 8: (3.0, 5.0, 8.5)})
 
 
 def test_formula_is_not_the_closed_form() -> None:
@@ -35,3 +50,93 @@ def test_depth_that_loses_is_advised() -> None:
     assert best_depth([0.9, 0.8, 0.7], c=0.1, v=[1.0, 1.0]) == (1, pytest.approx(1.9 / 1.1))
     assert best_depth([0.1], c=0.5, v=[1.0, 1.5]) == (0, 1.0)
     assert best_depth([], c=0.5, v=[1.0, 1.5]) == (0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("n", "batch", "cost"),
+    [
+        (1, 1, 1.0), (3, 1, 1.3), (5, 1, 1.7), (2, 4, 3.0), (4, 4, 6.0),  # measured; beyond v by its last slope
+        (2, 2, 1.1 + 1.9 / 3), (2, 6, 4.0), (2, 10, 6.0), (5, 10, 15.5 + 2 * (15.5 - 7.5) / 4),  # between batches, beyond them, both
+    ],
+)  # fmt: skip
+def test_cost_between_sizes_is_guessed(n: int, batch: int, cost: float) -> None:
+    assert COSTS.verify(n, batch) == pytest.approx(cost)
+
+
+def test_noise_makes_large_passes_free() -> None:
+    """Measured times may fall from one size to the next; beyond the last they must not."""
+    costs = Costs(seconds=1.0, v=(1.0, 1.2, 1.1), c=0.0, by_batch={2: (0.9, 1.1, 1.1)})
+    assert costs.verify(50) == 1.1 and costs.verify(1, 50) == pytest.approx(0.9) and costs.verify(40, 50) == pytest.approx(1.1)
+
+
+def test_batch_without_measurement_is_taken_as_free() -> None:
+    """v(n, B) depends on n * B (roofline): 3 positions of 4 rows cost what 12 of one row do."""
+    costs = replace(COSTS, by_batch=None)
+    assert costs.verify(3, 4) == costs.verify(12) == pytest.approx(1.3 + 9 * 0.2)
+    assert costs.break_even(2, 2, 4) == pytest.approx((0.4 + costs.verify(12)) / costs.verify(4))
+    assert Costs(1.0, (1.0, 1.2), 0.1, by_batch={1: (1.0, 9.0)}).verify(1, 2) == 1.2
+    assert Costs(1.0, (1.0, 1.2), 0.1, by_batch={1: (1.0, 9.0), 2: (1.0, 1.2)}).verify(2) == 1.2  # v it is, at batch 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"v": ()}, "v needs"), ({"v": (1.0, 0.0)}, "v needs"), ({"v": (1.0, float("nan"))}, "v needs"), ({"c": -0.1}, "c >= 0"),
+        ({"seconds": 0.0}, "seconds > 0"), ({"by_batch": {2: (1.0, float("inf"))}}, r"by_batch\[2\]"), ({"by_batch": {0: (1.0,)}}, "1 row"),
+    ],
+)  # fmt: skip
+def test_costs_without_meaning_are_taken(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(COSTS, **fields)
+
+
+def test_costs_change_on_their_way_through_a_file() -> None:
+    assert Costs(**json.loads(json.dumps(asdict(COSTS)))) == COSTS and hash(COSTS)
+
+
+def test_slope_is_made_up() -> None:
+    with pytest.raises(ValueError, match="measure at least two"):
+        Costs(1.0, (1.0,), 0.1).verify(2)
+    with pytest.raises(ValueError, match="at least one position"):
+        COSTS.verify(0)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "c", "slope", "depth", "gain"),
+    [
+        (0.5, 0.04, 0.02, 3, 1.59), (0.8, 0.04, 0.02, 7, 2.93), (0.9, 0.1, 0.05, 8, 2.78), (0.7, 0.1, 0.25, 2, 1.29),
+        (0.6, 0.25, 0.02, 2, 1.27),
+    ],
+)  # fmt: skip
+def test_marginal_rule_stops_elsewhere(alpha: float, c: float, slope: float, depth: int, gain: float) -> None:
+    """A table worked out by hand from E / (g c + v), v growing by `slope` a position."""
+    costs = Costs(seconds=1.0, v=(1.0, 1.0 + slope), c=c)
+    assert marginal_depth([alpha] * 20, costs) == (depth, pytest.approx(gain, abs=0.005))
+    # Both sides of the rule: the last draft pays more than the average, the next one less.
+    assert alpha**depth / (c + slope) > gain - 0.005 > alpha ** (depth + 1) / (c + slope) - 0.01
+
+
+def test_batch_and_steps_of_v_are_overlooked() -> None:
+    assert marginal_depth([0.6] * 8, COSTS, batch=8)[0] == 0 < marginal_depth([0.6] * 8, COSTS)[0]
+    # A tile of 4 positions: depth 1 loses, depth 3 is what the step was paid for.
+    tiled = Costs(seconds=1.0, v=(1.0, 1.6, 1.6, 1.6, 2.6, 2.6), c=0.01)
+    assert marginal_depth([0.6, 0.9, 0.9, 0.9], tiled)[0] == 3
+    # Rows that differ: survival is their mean, depth 2 of (1, 1) and (0, 0).
+    mixed = Costs(seconds=1.0, v=(1.0, 1.0, 1.0), c=0.2, by_batch={2: (2.0, 2.2, 2.4)})
+    assert best_depth_for([0.5, 0.5], mixed, batch=2) == (2, pytest.approx(2.0 / ((0.4 + 2.4) / 2.0)))
+    assert marginal_depth([], COSTS) == (0, 1.0)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        marginal_depth([0.5, 1.2], COSTS)
+
+
+def test_tree_counts_a_node_without_its_path() -> None:
+    table = [[0.6, 0.2], [0.5, 0.3, 0.1]]
+    assert tree_tau([(0,), (1,), (0, 0), (0, 1), (1, 2)], table) == pytest.approx(1 + 0.6 + 0.2 + 0.3 + 0.18 + 0.02)
+    assert tree_tau([(0,), (2,), (0, 0), (0, 3), (0, 0, 0)], table) == pytest.approx(1 + 0.6 + 0.3)
+    assert tree_tau([], []) == 1.0
+
+
+@pytest.mark.parametrize("table", [[[0.7, 0.4]], [[0.5], [-0.1]], [[float("nan")]]])
+def test_table_of_no_chances_is_taken(table: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="acceptance table, depth"):
+        tree_tau([], table)
