@@ -4,7 +4,8 @@ New entries are *staged* behind the committed ones, seen by attention through a 
 gathered to the end of the committed part; for a chain only the length moves. Nothing has to be rolled back: what is not
 committed is overwritten.
 
-Legend: B rows, G key/value heads, N staged nodes of one pass, M all staged nodes, S slots, D head size, K path length.
+Legend: B rows, G key/value heads, N staged nodes of one pass, M all staged nodes, S slots, D head size, K path length,
+X = 2 * layers slabs.
 """
 
 from typing import Any
@@ -26,15 +27,33 @@ class SlabCache:
         self, *, layers: int, rows: int, kv_heads: int, head_dim: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         # One slot more than asked for: entries of padding go there and no mask ever shows it.
-        shape = (rows, kv_heads, max_length + 1, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self._split(torch.zeros(2 * layers, rows, kv_heads, max_length + 1, head_dim, dtype=dtype, device=device))
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self.max_length = max_length
         self.staged = 0  # nodes written behind the committed part
         self._longest = 0  # upper bound of lengths_B, kept on the host
         self._slots_BN = torch.zeros(rows, 0, dtype=torch.long, device=device)
         self._uniform_start: int | None = 0  # first slot when all rows write to the same slots
+
+    def _split(self, slab_XBGSD: Tensor) -> None:
+        # One block of memory, so that a path is copied by one call for all layers; 0.17 ms instead of 0.7 ms on a CPU with 30 layers.
+        self._slab_XBGSD = slab_XBGSD
+        self._apart: tuple[list[Tensor], list[Tensor]] | None = None
+        self.keys, self.values = ([slab_XBGSD[x] for x in range(first, len(slab_XBGSD), 2)] for first in (0, 1))
+
+    def separate(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of each layer as tensors of their own over the same memory (CPU only).
+
+        A compiler takes views of one slab for overlapping and copies the whole slab at each write.
+        """
+        if self._apart is None:
+            self._apart = [_own_storage(t) for t in self.keys], [_own_storage(t) for t in self.values]
+        return self._apart
+
+    @property
+    def slots_BN(self) -> Tensor:
+        """Where the staged pass is written."""
+        return self._slots_BN
 
     def stage(self, num: int, pad_B: Tensor | None = None) -> Tensor:
         """Open `num` more slots a row for the coming pass and return their positions [B, num] by slot.
@@ -73,25 +92,44 @@ class SlabCache:
             values[row_B1, :, self._slots_BN] = v_BGND.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
 
-    def visible(self, ancestors_BNM: Tensor) -> Tensor:
-        """Mask [B, 1, N, S] of the staged pass: the committed entries, and of the M staged nodes those marked True."""
-        end = self._longest + self.staged
-        slot_S = torch.arange(end, device=self.lengths_B.device)
-        past_BS = slot_S < self.lengths_B[:, None]
-        mask_BNS = past_BS[:, None, :].expand(-1, ancestors_BNM.shape[1], -1).clone()
-        M = ancestors_BNM.shape[2]
+    def visible(self, line_BNM: Tensor, window: int | None = None) -> Tensor:
+        """Mask [B, 1, N, S] of a staged pass: the committed entries, and of the M staged nodes those that `line_BNM` marks True.
+
+        `line_BNM`: the node itself and its ancestors (parents before children). `window`: only this many last positions are visible.
+        Positions are counted along the line, not by slot: the siblings of an ancestor take no room in the window.
+        """
+        slot_S = torch.arange(self.get_seq_length(), device=self.lengths_B.device)
+        N, M = line_BNM.shape[1:]
+        past_BNS = (slot_S < self.lengths_B[:, None])[:, None].expand(-1, N, -1)
+        if window is not None:
+            position_BN = self.lengths_B[:, None] + line_BNM.sum(-1) - 1
+            past_BNS = past_BNS & (slot_S > position_BN[..., None] - window)
+            later_BNM = line_BNM.flip(-1).cumsum(-1).flip(-1)  # nodes on the line from here to its end
+            line_BNM = line_BNM & (later_BNM <= window)
         where_BM = self.lengths_B[:, None] + torch.arange(M, device=slot_S.device)
-        mask_BNS.scatter_(2, where_BM[:, None, :].expand_as(ancestors_BNM), ancestors_BNM)
-        return mask_BNS[:, None]
+        return past_BNS.scatter(2, where_BM[:, None].expand_as(line_BNM), line_BNM)[:, None]
+
+    def causal(self, positions_BN: Tensor, window: int | None = None) -> Tensor:
+        """Mask [B, 1, N, S] of a staged pass whose columns stand in the slots of their positions (prompts): all up to the position."""
+        slot_S = torch.arange(self.get_seq_length(), device=positions_BN.device)
+        return causal_mask(positions_BN, slot_S, window)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the staged pass is all that the rows hold, without padding."""
+        return self._uniform_start == 0
 
     def commit(self, count_B: Tensor, path_BK: Tensor | None = None) -> None:
-        """Keep `count_B` staged nodes a row: those named by `path_BK` in order, or the first ones (a chain); drop the others."""
+        """Keep `count_B` staged nodes a row: those named by `path_BK` in order, or the first ones (a chain); drop the others.
+
+        The copy is as long as the path, whatever the context.
+        """
         if path_BK is not None:
             row_B1 = torch.arange(len(self.lengths_B), device=self.lengths_B.device)[:, None]
             source_BK = self.lengths_B[:, None] + path_BK.clamp(min=0)
             goal_BK = self.lengths_B[:, None] + torch.arange(path_BK.shape[1], device=path_BK.device)
-            for slab in (*self.keys, *self.values):  # gathered first, then written: source and goal may overlap
-                slab[row_B1, :, goal_BK] = slab[row_B1, :, source_BK]
+            # Gathered first, then written: source and goal may overlap.
+            self._slab_XBGSD[:, row_B1, :, goal_BK] = self._slab_XBGSD[:, row_B1, :, source_BK]
         self.lengths_B = self.lengths_B + count_B
         self._longest = int(self.lengths_B.max())
         self.staged = 0
@@ -102,11 +140,24 @@ class SlabCache:
 
     def select(self, rows_R: Tensor) -> None:
         """Keep only the given rows, in the given order."""
-        self.keys = [slab[rows_R] for slab in self.keys]
-        self.values = [slab[rows_R] for slab in self.values]
+        self._split(self._slab_XBGSD[:, rows_R])
         self.lengths_B = self.lengths_B[rows_R]
         self._longest = int(self.lengths_B.max())
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Number of entries in the longest row, staged ones included (what transformers asks for)."""
         return self._longest + self.staged
+
+
+def causal_mask(positions_BN: Tensor, position_S: Tensor, window: int | None) -> Tensor:
+    """Mask [B, 1, N, S]: what stands at or before a node's position and, with a `window`, among its last `window` positions."""
+    mask_BNS = position_S <= positions_BN[..., None]
+    if window is not None:
+        mask_BNS = mask_BNS & (position_S > positions_BN[..., None] - window)
+    return mask_BNS[:, None]
+
+
+def _own_storage(t: Tensor) -> Tensor:
+    """The same memory behind another storage object."""
+    wide = t.view(torch.int16) if t.element_size() == 2 else t
+    return torch.from_numpy(wide.numpy()).view(t.dtype)

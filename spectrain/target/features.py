@@ -80,7 +80,7 @@ def capture_row(row: Row, target: Target, layer_ids: Sequence[int]) -> dict[str,
     L = ids_1L.shape[1]
     at_M = torch.tensor(row.mask_L, device=target.device).nonzero()[:, 0]
     positions = torch.arange(L, device=target.device)[None]
-    out = target.forward(ids_1L, positions_BN=positions, mask_B1NS=None, cache=None, layer_ids=layer_ids, logits_to_keep=at_M)
+    out = target.forward(ids_1L, positions_BN=positions, mask=None, cache=None, layer_ids=layer_ids, logits_to_keep=at_M)
     assert out.states_BNF is not None
     return {
         "states": out.states_BNF[0].to(DTYPE).cpu(),

@@ -3,14 +3,15 @@
 `hs[i]` is the residual stream after i layers, before any final norm; `hs[0]` are the embeddings. The *last state* is what the
 output layer reads, that is, after the final norm.
 
-Legend: B rows, N positions of one pass, S cache slots, V vocabulary, W hidden width, F = len(layer_ids) * W.
+Legend: B rows, N positions of one pass, M staged nodes, L prompt columns, S cache slots, V vocabulary, W hidden width,
+F = len(layer_ids) * W.
 """
 
 import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.kernels import tree_attention
-from spectrain.target.cache import SlabCache
+from spectrain.target.cache import SlabCache, causal_mask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KINDS = ("full_attention", "sliding_attention")  # kinds of layer, in the names of transformers
+Masks = Tensor | dict[str, Tensor] | None  # [B, 1, N, S], one for each kind of layer where there are two; None: all are visible
 
 
 @dataclass(frozen=True)
@@ -88,24 +91,70 @@ class Target:
     @cached_property
     def layers(self) -> nn.ModuleList:
         """The decoder layers, the one module list that has as many members as the config says."""
-        found = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers]
+        decoder = self.model.get_decoder()  # without the vision tower, where there is one
+        found = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers]
         if not found:
             raise ValueError(f"{type(self.model).__name__} has no list of {self.num_layers} decoder layers to take states from")
         return found[0]
 
     @cached_property
-    def _cache_keyword(self) -> str:
+    def cache_keyword(self) -> str:
         # transformers 5.24 renamed `past_key_values` to `cache`.
         return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer that the config names; models with one window for all layers (Mistral, Phi-3) name none."""
+        windowed = "sliding_attention" if getattr(self.config, "sliding_window", None) else "full_attention"
+        return tuple(getattr(self.config, "layer_types", None) or [windowed] * self.num_layers)
+
+    @cached_property
+    def window(self) -> int | None:
+        """Positions that a window layer sees, its own included; None without such layers."""
+        return int(self.config.sliding_window) if "sliding_attention" in self.kinds else None
+
+    @cached_property
+    def copies(self) -> "dict[str, Target]":
+        """Lean copies of this target made so far, by mode (target/passes.py)."""
+        return {}
+
     def check_kind(self) -> None:
-        """ValueError unless every layer attends to all that came before: nothing else can be rolled back so far."""
-        c = self.config
-        # Some models (Mistral, Phi-3) give all layers one window and no list of kinds.
-        windowed = "sliding_attention" if getattr(c, "sliding_window", None) else "full_attention"
-        kinds = set(getattr(c, "layer_types", None) or [windowed])
-        if kinds != {"full_attention"}:
-            raise ValueError(f"{self.name} has layers of the kinds {sorted(kinds)}; only full_attention can be rolled back so far")
+        """ValueError with the cause unless a cache of keys and values is all that the model remembers, seen through masks alone."""
+        c, odd = self.config, sorted(set(self.kinds) - set(KINDS))
+        causes = {
+            f"layers of the kinds {', '.join(odd)}": bool(odd),
+            "a recurrent state": getattr(self.model, "_is_stateful", False),
+            "an encoder": c.is_encoder_decoder,
+            "attention to later tokens": getattr(c, "use_bidirectional_attention", False) or not getattr(c, "is_causal", True),
+            "keys of unlike sizes or shared by layers": c.is_heterogeneous or getattr(c, "num_kv_shared_layers", 0),
+            "compressed keys (latent attention)": getattr(c, "kv_lora_rank", None),
+            "attention of its own making": not getattr(self.model, "_supports_attention_backend", False),
+        }
+        cause = next((cause for cause, holds in causes.items() if holds), None)
+        if cause:
+            raise ValueError(_refusal(self.name, type(self.model).__name__, cause))
+
+    def masks(self, cache: SlabCache, line_BNM: Tensor) -> Masks:
+        """Masks of the N staged nodes of this pass; `line_BNM` marks what each sees of the M staged nodes (itself and its ancestors).
+
+        To be called after `cache.stage`. The window is counted in positions along the line. None: one row, one node, no window reached.
+        """
+        if line_BNM.shape == (1, 1, 1) and self._in_window(cache.get_seq_length()):
+            return None
+        return self.by_kind(lambda window: cache.visible(line_BNM, window))
+
+    def prompt_masks(self, cache: SlabCache, positions_BL: Tensor) -> Masks:
+        """Masks of a causal pass; `positions_BL` as `cache.stage` gave them. None: an empty cache, no padding, no window reached."""
+        if cache.fresh and self._in_window(positions_BL.shape[1]):
+            return None
+        return self.by_kind(lambda window: cache.causal(positions_BL, window))
+
+    def _in_window(self, length: int) -> bool:
+        return self.window is None or length <= self.window
+
+    def by_kind(self, mask: Callable[[int | None], Tensor]) -> Masks:
+        made = {kind: mask(self.window if kind == "sliding_attention" else None) for kind in sorted(set(self.kinds))}
+        return made if len(made) > 1 else next(iter(made.values()))
 
     def new_cache(self, rows: int, max_length: int) -> SlabCache:
         """An empty cache for `rows` rows; refuses models whose state is no plain key/value cache."""
@@ -120,14 +169,21 @@ class Target:
 
     @torch.no_grad()
     def forward(
-        self, ids_BN: Tensor, *, positions_BN: Tensor, mask_B1NS: Tensor | None, cache: SlabCache | None,
+        self, ids_BN: Tensor, *, positions_BN: Tensor, mask: Masks, cache: SlabCache | None,
         layer_ids: Sequence[int] = (), logits_to_keep: int | Tensor = 0,
     ) -> TargetOutput:  # fmt: skip
-        """One pass. `logits_to_keep`: 0 all positions, k the last k, or a tensor of positions (as in transformers)."""
-        kwargs = {self._cache_keyword: cache} if cache is not None else {}
+        """One pass. `mask`: of `masks` or `prompt_masks`; None without a cache is a causal pass over rows that start at position 0.
+
+        `logits_to_keep`: 0 all positions, k the last k, or a tensor of positions (as in transformers).
+        """
+        N = ids_BN.shape[1]
+        if mask is None and cache is None and not self._in_window(N):  # not every model tells the attention function its window
+            place_N = torch.arange(N, device=ids_BN.device)
+            mask = self.by_kind(lambda window: causal_mask(place_N[None], place_N, window))
+        kwargs = {self.cache_keyword: cache} if cache is not None else {}
         with taps(self, layer_ids) as states, tap_last(self) as last:
             output = self.model(
-                input_ids=ids_BN, position_ids=positions_BN, attention_mask=mask_B1NS, use_cache=cache is not None,
+                input_ids=ids_BN, position_ids=positions_BN, attention_mask=mask, use_cache=cache is not None,
                 logits_to_keep=logits_to_keep, return_dict=True, **kwargs,
             )  # fmt: skip
         states_BNF = torch.cat([states[i] for i in layer_ids], dim=-1) if layer_ids else None
@@ -205,15 +261,25 @@ def load_target(name: str | Path, *, dtype: str = "float32", device: str | None 
     if text.endswith(".gguf"):
         text, where = str(path.parent), {"gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(text, **where)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        text, dtype=DTYPES[dtype], attn_implementation=tree_attention.register(), **where
-    )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(text, dtype=DTYPES[dtype], attn_implementation=tree_attention.register(), **where)
+    except KeyError as error:  # models with a table of attention classes (Falcon, GPT-Neo)
+        if error.args != (tree_attention.NAME,):
+            raise
+        raise ValueError(_refusal(str(name), "model", "attention of its own making")) from error
     model = model.to(device).eval().requires_grad_(False)
     target = Target(model=model, tokenizer=tokenizer, name=str(name), revision=revision)
     target.check_kind()
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         raise ValueError(f"{name}: the tokenizer has {len(tokenizer)} ids, the model only {model.config.vocab_size} rows")
     return target
+
+
+def _refusal(name: str, kind: str, cause: str) -> str:
+    return (
+        f"{name} is a {kind} with {cause}, which cannot be verified and rolled back; "
+        f"choose a target whose layers are all {' or '.join(KINDS)} with plain keys and values"
+    )
 
 
 def unpack_gguf(gguf: Path, folder: Path) -> None:

@@ -1,5 +1,7 @@
 """Tree attention against its slow twin."""
 
+import math
+
 import pytest
 import torch
 
@@ -32,10 +34,45 @@ def test_masked_slot_has_influence() -> None:
     assert torch.equal(attend(q, k, v, mask, scale=0.3), before)
 
 
-def test_soft_cap_is_ignored() -> None:
-    q, k, v, mask = inputs(4, 2, 3, slots=7)
-    with pytest.raises(ValueError, match="soft-cap"):
-        _for_transformers(torch.nn.Identity(), q, k, v, mask, scaling=0.3, softcap=30.0)
+@pytest.mark.parametrize("nodes", [1, 5])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_soft_cap_or_sinks_are_ignored(nodes: int, masked: bool, softcap: float | None, sinks: bool) -> None:
+    q, k, v, mask = inputs(6, 2, nodes, slots=7)
+    visible, sinks_H = mask if masked else None, torch.linspace(-2, 3, 6) if sinks else None
+    found = attend(q, k, v, visible, scale=0.3, softcap=softcap, sinks_H=sinks_H)
+    torch.testing.assert_close(found, attend_reference(q, k, v, visible, scale=0.3, softcap=softcap, sinks_H=sinks_H), atol=1e-6, rtol=1e-5)
+    assert (softcap is None and not sinks) == torch.allclose(found, attend(q, k, v, visible, scale=0.3), atol=1e-3)
+
+
+def test_cap_and_sink_mean_something_else() -> None:
+    """By hand: scores 3 and 1 capped at 2, a sink of 0.5; values 1 and 10."""
+    q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([3.0, 1.0]).view(1, 1, 2, 1), torch.tensor([1.0, 10.0]).view(1, 1, 2, 1)
+    capped = [2 * math.tanh(1.5), 2 * math.tanh(0.5)]
+    a, b, sink = math.exp(capped[0]), math.exp(capped[1]), math.exp(0.5)
+    for law in (attend, attend_reference):
+        o = law(q, k, v, None, scale=1.0, softcap=2.0, sinks_H=torch.tensor([0.5]))
+        assert float(o) == pytest.approx((a + 10 * b) / (a + b + sink), rel=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3, 7, 8])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 0.7}, {"s_aux": torch.linspace(-2, 3, 4)}])
+def test_pass_without_mask_sees_what_comes_later(window: int | None, extra: dict) -> None:
+    """Causal, and within the window that transformers passes on."""
+    q, k, v, _ = inputs(4, 2, 7, slots=7)
+    mask = torch.tensor([[[[s <= n and (window is None or n - s < window) for s in range(7)] for n in range(7)]]])
+    found, _ = _for_transformers(torch.nn.Identity(), q, k, v, None, scaling=0.3, sliding_window=window, **extra)
+    expected = attend_reference(q, k, v, mask, scale=0.3, softcap=extra.get("softcap"), sinks_H=extra.get("s_aux"))
+    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-6, rtol=1e-5)
+
+
+def test_bfloat16_softmax_is_rounded() -> None:
+    q, k, v, mask = (x.bfloat16() if x.is_floating_point() else x for x in inputs(4, 2, 3, slots=7))
+    found = attend(q, k, v, mask, scale=0.3, softcap=5.0, sinks_H=torch.ones(4, dtype=torch.bfloat16))
+    expected = attend_reference(q, k, v, mask, scale=0.3, softcap=5.0, sinks_H=torch.ones(4, dtype=torch.bfloat16))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
 def test_default_scale_is_that_of_the_head_size() -> None:

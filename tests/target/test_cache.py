@@ -17,7 +17,7 @@ def feed(target: Target, cache: SlabCache, ids: list[list[int]]) -> torch.Tensor
     start = cache.lengths_B[:, None]
     cache.stage(len(ids[0]))
     line = causal(len(ids[0]), len(ids))
-    out = target.forward(torch.tensor(ids), positions_BN=start + line.sum(-1) - 1, mask_B1NS=cache.visible(line), cache=cache)
+    out = target.forward(torch.tensor(ids), positions_BN=start + line.sum(-1) - 1, mask=cache.visible(line), cache=cache)
     return out.logits_BKV
 
 
@@ -48,7 +48,7 @@ def test_left_padded_rows_read_their_padding(target: Target, eager) -> None:
     positions = cache.stage(L, L - length)
     ids = torch.tensor([[99] * (L - len(p)) + p for p in prompts])
     mask = (torch.arange(L) <= positions[..., None])[:, None]
-    out = target.forward(ids, positions_BN=positions, mask_B1NS=mask, cache=cache)
+    out = target.forward(ids, positions_BN=positions, mask=mask, cache=cache)
     cache.commit(length)
     for b, prompt in enumerate(prompts):
         assert positions[b, L - len(prompt) :].tolist() == list(range(len(prompt)))
@@ -64,14 +64,14 @@ def test_path_of_a_tree_is_not_what_stays_in_the_cache(target: Target, eager) ->
     cache = target.new_cache(2, 30)
     positions = cache.stage(10, torch.tensor([0, 6]))
     ids = torch.tensor([prompts[0], [0] * 6 + prompts[1]])
-    target.forward(ids, positions_BN=positions, mask_B1NS=(torch.arange(10) <= positions[..., None])[:, None], cache=cache)
+    target.forward(ids, positions_BN=positions, mask=(torch.arange(10) <= positions[..., None])[:, None], cache=cache)
     cache.commit(torch.tensor([10, 4]))
     tokens = torch.tensor([[5, 6, 7, 8, 9, 10], [15, 16, 17, 18, 19, 11]])
     parents = torch.tensor([[-1, 0, 0, 1, 3, 2], [-1, 0, 1, 1, 0, 4]])
     line = ancestors(parents)
     start = cache.lengths_B[:, None]
     cache.stage(6)
-    out = target.forward(tokens, positions_BN=start + line.sum(-1) - 1, mask_B1NS=cache.visible(line), cache=cache)
+    out = target.forward(tokens, positions_BN=start + line.sum(-1) - 1, mask=cache.visible(line), cache=cache)
     for b, prompt in enumerate(prompts):
         for n in range(6):
             path = tokens[b][line[b, n]].tolist()
@@ -128,3 +128,68 @@ def test_overflow_is_silent(target: Target) -> None:
     cache.stage(1)
     with pytest.raises(ValueError, match="max_length"):
         cache.stage(1)
+
+
+def seen(parents: list[int], length: int, node: int, slot: int, window: int) -> bool:
+    """Whether a node sees a slot, from the definitions: positions, parents, window."""
+    depth = [0]
+    for parent in parents[1:]:
+        depth.append(depth[parent] + 1)
+    if slot < length:
+        position, seen_before = slot, True
+    else:
+        other, at = slot - length, node
+        while at not in (other, -1):
+            at = parents[at]
+        position, seen_before = length + depth[other] if other < len(parents) else -1, at == other
+    return seen_before and length + depth[node] - position < window
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 7, 100])
+def test_window_is_counted_in_slots(window: int) -> None:
+    """Two rows of unequal length with a tree each; the second pass stages nodes behind those of the first."""
+    cache = SlabCache(layers=1, rows=2, kv_heads=1, head_dim=2, max_length=30, dtype=torch.float32, device=torch.device("cpu"))
+    cache.stage(6)
+    cache.commit(torch.tensor([6, 3]))
+    parents = torch.tensor([[-1, 0, 0, 1, 3, 2, 4, 4], [-1, 0, 1, 2, 3, 0, 5, 4]])
+    line = ancestors(parents)
+    for first, last in ((0, 5), (5, 8)):
+        cache.stage(last - first)
+        mask = cache.visible(line[:, first:last, :last], window)
+        assert mask.shape == (2, 1, last - first, 6 + last)
+        for b, length in enumerate((6, 3)):
+            for node in range(first, last):
+                expected = [seen(parents[b, :last].tolist(), length, node, slot, window) for slot in range(6 + last)]
+                assert mask[b, 0, node - first].tolist() == expected, (b, node)
+    torch.testing.assert_close(cache.visible(line[:, 5:]), cache.visible(line[:, 5:], 100))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_prompt_in_two_pieces_sees_beyond_its_window(window: int | None) -> None:
+    cache = SlabCache(layers=1, rows=2, kv_heads=1, head_dim=2, max_length=30, dtype=torch.float32, device=torch.device("cpu"))
+    for width, real in ((5, [5, 2]), (4, [1, 4])):
+        lengths = cache.lengths_B.tolist()
+        positions = cache.stage(width, width - torch.tensor(real))
+        mask = cache.causal(positions, window)
+        for b in range(2):
+            for column in range(width - real[b], width):
+                at = lengths[b] + column - (width - real[b])
+                expected = [slot <= at and (window is None or at - slot < window) for slot in range(mask.shape[-1])]
+                assert mask[b, 0, column].tolist() == expected
+        assert bool(mask.any(-1).all())  # a padding column sees something, or it would read NaN
+        cache.commit(torch.tensor(real))
+
+
+def test_path_is_copied_in_some_layers_only() -> None:
+    cache = SlabCache(layers=3, rows=2, kv_heads=2, head_dim=4, max_length=12, dtype=torch.float32, device=torch.device("cpu"))
+    cache.stage(2)
+    cache.commit(torch.tensor([2, 1]))
+    cache.stage(5)
+    for i, slab in enumerate((*cache.keys, *cache.values)):
+        slab.copy_(100 * i + torch.arange(13.0)[None, None, :, None] + 20 * torch.arange(2.0)[:, None, None, None])
+    cache.commit(torch.tensor([3, 2]), torch.tensor([[0, 2, 4], [0, 3, -1]]))
+    for i, slab in enumerate((*cache.keys, *cache.values)):
+        assert (slab[0, :, :5] - 100 * i).unique(dim=-1).squeeze().tolist() == [[0.0, 1, 2, 4, 6]] * 2
+        assert (slab[1, :, :3] - 100 * i - 20).unique(dim=-1).squeeze().tolist() == [[0.0, 1, 4]] * 2
+    cache.select(torch.tensor([1]))
+    assert [float(slab[0, 0, 2, 0]) for slab in (*cache.keys, *cache.values)] == [100.0 * i + 24 for i in range(6)]

@@ -16,7 +16,7 @@ IDS = torch.tensor([[7, 12, 9, 55, 31, 8]])
 def whole(target: Target, layer_ids: tuple[int, ...], **kwargs):
     L = IDS.shape[1]
     mask = torch.ones(1, 1, L, L, dtype=torch.bool).tril()
-    return target.forward(IDS, positions_BN=torch.arange(L)[None], mask_B1NS=mask, cache=None, layer_ids=layer_ids, **kwargs)
+    return target.forward(IDS, positions_BN=torch.arange(L)[None], mask=mask, cache=None, layer_ids=layer_ids, **kwargs)
 
 
 def test_state_numbers_are_off_by_one(target: Target, eager) -> None:
@@ -54,32 +54,28 @@ def test_states_that_do_not_exist_are_given(target: Target, layer_ids: tuple[int
 
 def test_hooks_stay_on_the_model_after_an_error(target: Target) -> None:
     with pytest.raises(IndexError):
-        target.forward(torch.tensor([[1000]]), positions_BN=torch.tensor([[0]]), mask_B1NS=None, cache=None, layer_ids=(0, 1))
+        target.forward(torch.tensor([[1000]]), positions_BN=torch.tensor([[0]]), mask=None, cache=None, layer_ids=(0, 1))
     modules = [target.model.get_input_embeddings(), *target.layers, target.model.get_output_embeddings()]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 SLIDING = {
-    "mistral": MistralConfig(sliding_window=8),
-    "qwen2": Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0, num_hidden_layers=2),
+    "mistral": (MistralConfig, {"sliding_window": 8}, 8),
+    "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, 8),
+    "qwen2-full": (Qwen2Config, {"use_sliding_window": False, "sliding_window": 8}, None),
 }
 
 
 @pytest.mark.parametrize("kind", SLIDING)
-def test_sliding_window_target_is_rolled_back(make_tokenizer, tmp_path: Path, kind: str) -> None:
-    config = SLIDING[kind]
-    for name, value in {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}.items():
-        setattr(config, name, value)
-    config.num_attention_heads = config.num_key_value_heads = 2
-    config.head_dim = 8
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=tree_attention.register())
-    target = Target(model=model, tokenizer=make_tokenizer(20), name=f"slim-{kind}")
-    with pytest.raises(ValueError, match=f"slim-{kind}.*sliding"):
-        target.new_cache(1, 8)
-    model.save_pretrained(tmp_path / "m")
-    target.tokenizer.save_pretrained(tmp_path / "m")
-    with pytest.raises(ValueError, match="sliding"):
-        load_target(tmp_path / "m", device="cpu")
+def test_window_is_lost_by_loading(make_tokenizer, tmp_path: Path, kind: str) -> None:
+    config_class, settings, window = SLIDING[kind]
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = config_class(**sizes, **settings, num_key_value_heads=2, bos_token_id=None, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    make_tokenizer(20).save_pretrained(tmp_path / "m")
+    target = load_target(tmp_path / "m", device="cpu")
+    assert target.window == window and target.new_cache(1, 8).max_length == 8
+    assert target.model.config._attn_implementation == tree_attention.NAME
 
 
 def test_window_that_is_switched_off_is_refused(target: Target, make_tokenizer) -> None:
