@@ -16,7 +16,7 @@ PROMPTS = [[9, 55, 31], [7], [50, 51, 52, 7, 50, 51, 52, 7]]
 def states(target: Target, head: Eagle3, ids: list[int]) -> torch.Tensor:
     L = len(ids)
     mask = torch.ones(1, 1, L, L, dtype=torch.bool).tril()
-    out = target.forward(torch.tensor([ids]), positions_BN=torch.arange(L)[None], mask_B1NS=mask, cache=None, layer_ids=head.layer_ids)
+    out = target.forward(torch.tensor([ids]), positions_BN=torch.arange(L)[None], mask=mask, cache=None, layer_ids=head.layer_ids)
     assert out.states_BNF is not None
     return out.states_BNF
 
@@ -79,9 +79,10 @@ def seen(monkeypatch):
     talk = []
     propose = _HeadSession.propose
 
-    def spy(self, committed, shape):
+    def spy(self, round):
+        committed = round.committed
         logits, lengths = self._logits_BV.clone(), self._cache.lengths_B.clone()
-        tree = propose(self, committed, shape)
+        tree = propose(self, round)
         talk.append(([list(ids) for ids in committed], logits, lengths, tree))
         return tree
 
@@ -188,10 +189,10 @@ def test_rewound_session_drafts_something_else(target: Target, make_head, monkey
     head = make_head(target)
     propose = _HeadSession.propose
 
-    def twice(self, committed, shape):
-        first = propose(self, committed, shape)
+    def twice(self, round):
+        first = propose(self, round)
         self.rewind()
-        second = propose(self, committed, shape)
+        second = propose(self, round)
         assert torch.equal(first.tokens_BN, second.tokens_BN)
         return second
 
