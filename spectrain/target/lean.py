@@ -1,0 +1,184 @@
+"""Lean passes over few positions on a CPU: the stock model with other products and compiled layers. The stock model is the slow twin.
+
+Decoding is one pass over 1 to about 100 positions at a time and should cost what reading the weights costs. Two things stand in the
+way. BLAS copies a weight matrix into its own order at every call with more than about three rows; a matrix that is kept in blocks of
+output columns needs no copy. And a model of 30 layers calls a thousand small operations; layers that are compiled call fewer.
+
+Both work on a copy of the modules that shares the weights: the target itself stays as it was loaded.
+
+Legend: B rows, N nodes, X = B * N, H width, K inputs, O outputs, C = O / BLOCK blocks, G key heads, S slots, D head size.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.target.cache import SlabCache
+
+BLOCK = 32  # output columns of a block; 16 and 64 are slower on AVX-512 (docs/lab_log.md)
+CHUNK = 10  # most layers compiled as one: with more of them a pass gains little and compilation takes longer (docs/lab_log.md)
+
+
+class BlockedLinear(nn.Module):
+    """A linear layer with a second copy of its weight in blocks of output columns; memory is twice the layer's."""
+
+    blocks_CKX: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        outputs, inputs = linear.weight.shape
+        self.weight, self.bias = linear.weight, linear.bias
+        blocks_CKX = linear.weight.view(outputs // BLOCK, BLOCK, inputs).transpose(1, 2).contiguous()
+        self.register_buffer("blocks_CKX", blocks_CKX, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        X, K = x.shape[:-1].numel(), x.shape[-1]
+        if X == 1:  # a matrix times a vector needs no blocks
+            return F.linear(x, self.weight, self.bias)
+        C = self.blocks_CKX.shape[0]
+        y_CXO = torch.bmm(x.reshape(1, X, K).expand(C, X, K), self.blocks_CKX)
+        y = y_CXO.transpose(0, 1).reshape(*x.shape[:-1], C * BLOCK)
+        return y if self.bias is None else y + self.bias
+
+
+def shared_copy(module: nn.Module) -> Any:
+    """A copy of the modules that shares every parameter and buffer."""
+    return copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
+
+
+def blocked(model: nn.Module) -> Any:
+    """A copy of the model with blocked products wherever a weight divides into blocks."""
+    out = shared_copy(model)
+    for parent in list(out.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear and child.weight.shape[0] % BLOCK == 0:
+                setattr(parent, name, BlockedLinear(child))
+    return out
+
+
+def compiled(model: nn.Module, layers: nn.ModuleList, kinds: Sequence[str], cache_keyword: str) -> tuple[Any, "Marks"]:
+    """A copy of the model whose decoder layers run as compiled chunks of one kind each; and what marks its sizes as changing.
+
+    All chunks of one form share one compiled function, so that 30 layers cost the compilation of a few.
+    """
+    out, marks = shared_copy(model), Marks()
+    own = next(m for m, original in zip(out.modules(), model.modules(), strict=True) if original is layers)
+    region = torch.compile(_region, fullgraph=True, options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe})
+    members = list(own)
+    for first, size in chunks(kinds):
+        for local, layer in enumerate(members[first : first + size]):
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):
+                    module.layer_idx = local  # equal in every chunk, else each would be compiled anew
+        chunk = _Chunk(region, members[first : first + size], first, f"{kinds[first]} {size}", cache_keyword, marks)
+        for local in range(size):
+            own[first + local] = _Member(chunk, local)
+    return out, marks
+
+
+class Marks:
+    """Tells the compiler, during a first pass, which sizes will change: positions and slots always, rows where there are several."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def mark(self, t: Any, *dims: int) -> None:
+        for dim in dims:
+            if self.on and isinstance(t, Tensor) and dim < t.dim() and t.shape[dim] > 1:
+                torch._dynamo.maybe_mark_dynamic(t, dim)
+
+
+def chunks(kinds: Sequence[str], most: int = CHUNK) -> list[tuple[int, int]]:
+    """(first layer, number of layers) of chunks of one kind, as large as `most` allows and of equal size within a run of one kind."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    for i in range(1, len(kinds) + 1):
+        if i == len(kinds) or kinds[i] != kinds[start]:
+            run = i - start
+            size = max(s for s in range(1, min(most, run) + 1) if run % s == 0)
+            found += [(first, size) for first in range(start, i, size)]
+            start = i
+    return found
+
+
+class _Slabs:
+    """Keys and values of a chunk's layers as the compiled function sees them."""
+
+    is_compileable = True
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], slots_BN: Tensor, end: int) -> None:
+        self._keys, self._values, self._slots_BN, self._end = keys, values, slots_BN, end
+
+    def update(self, k_BGND: Tensor, v_BGND: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self._keys[layer], self._values[layer]
+        row_B1 = torch.arange(len(keys), device=keys.device)[:, None]
+        keys[row_B1, :, self._slots_BN] = k_BGND.transpose(1, 2)
+        values[row_B1, :, self._slots_BN] = v_BGND.transpose(1, 2)
+        return keys[:, :, : self._end], values[:, :, : self._end]
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self._end
+
+
+def _region(
+    layers: Sequence[nn.Module], form: str, hidden_BNH: Tensor, mask_B1NS: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor],
+    slots_BN: Tensor, cache_keyword: str, kwargs: dict[str, Any],
+) -> list[Tensor]:  # fmt: skip
+    """A chunk's layers one after the other; `form` keeps chunks of unlike layers apart, since guards on modules are off."""
+    cache = _Slabs(keys, values, slots_BN, mask_B1NS.shape[-1])
+    out = []
+    for layer in layers:
+        result = layer(hidden_BNH, attention_mask=mask_B1NS, **{cache_keyword: cache}, **kwargs)
+        hidden_BNH = result[0] if isinstance(result, tuple) else result
+        out.append(hidden_BNH)
+    return out
+
+
+class _Chunk:
+    def __init__(self, region: Any, layers: list[nn.Module], first: int, form: str, cache_keyword: str, marks: Marks) -> None:
+        self._region, self._layers, self._first, self._form, self._cache_keyword = region, layers, first, form, cache_keyword
+        self._marks = marks
+        self.outputs: list[Tensor] = []
+
+    def run(self, hidden_BNH: Tensor, kwargs: dict[str, Any]) -> None:
+        cache: SlabCache = kwargs.pop(self._cache_keyword)
+        mask = kwargs.pop("attention_mask")
+        keys, values = cache.separate()
+        part = slice(self._first, self._first + len(self._layers))
+        keys, values = keys[part], values[part]
+        if self._marks.on:
+            for t in (hidden_BNH, cache.slots_BN, kwargs.get("position_ids"), *(kwargs.get("position_embeddings") or ())):
+                self._marks.mark(t, 0, 1)
+            for t in (*keys, *values):
+                self._marks.mark(t, 0, 2)
+            self._marks.mark(mask, 0, 2, 3)
+        self.outputs = self._region(
+            self._layers, self._form, hidden_BNH, mask, keys, values, cache.slots_BN, self._cache_keyword, kwargs
+        )
+
+
+class _Member(nn.Module):
+    """Stands where a layer stood: the first of a chunk runs it, every one hands out its layer's output (hooks see it as ever)."""
+
+    def __init__(self, chunk: _Chunk, local: int) -> None:
+        super().__init__()
+        self._chunk, self._local = chunk, local
+
+    def __getattr__(self, name: str) -> Any:  # models read such fields as the layer's kind
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._chunk._layers[self._local], name)
+
+    def forward(self, hidden_BNH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert not args, "transformers passes all but the hidden states by name"
+        if self._local == 0:
+            self._chunk.run(hidden_BNH, kwargs)
+        out = self._chunk.outputs[self._local]
+        if self._local + 1 == len(self._chunk.outputs):
+            self._chunk.outputs = []
+        return out

@@ -1,0 +1,149 @@
+"""Which copy of the target makes the passes of a generation: the stock model, one with blocked products, or a compiled one.
+
+The stock model (`eager`) is the slow twin of the other two. They exist for float32 on a CPU; elsewhere every mode is eager so far.
+
+Legend: B rows, N nodes.
+"""
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from spectrain.target.lean import Marks, blocked, compiled
+from spectrain.target.model import Masks, Target
+
+Mode = Literal["eager", "blocked", "compiled"]
+BLOCKED_PASSES = 32  # about what laying out the weights costs, in passes' gains
+COMPILE_PASSES = 2000  # the same for compiling
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CompiledTarget(Target):
+    """A target whose decoder layers are compiled, once for one row and once for many, once for one node and once for many."""
+
+    marks: Marks = dataclasses.field(default_factory=Marks)
+    ready: set[tuple[bool, bool]] = dataclasses.field(default_factory=set)
+
+    def masks(self, cache: "object", line_BNM: Tensor) -> Masks:
+        """As for any target, but never None: the compiled function reads the number of slots from the mask."""
+        return self.by_kind(lambda window: cache.visible(line_BNM, window))  # type: ignore[attr-defined]
+
+    @torch.inference_mode()
+    def prepare(self, twin: Target, *, rows: bool, nodes: bool) -> None:
+        """Compile for one or many rows and nodes; RuntimeError when the result is not the twin's."""
+        if (rows, nodes) in self.ready:
+            return
+        B, N, context = 3 if rows else 1, 7 if nodes else 1, 19  # sizes that are equal nowhere, so that none is taken for another
+        ids_BL = torch.arange(context + N, device=self.device).expand(B, -1) % self.num_ids
+        logits = []
+        for target in (twin, self):
+            cache = target.new_cache(B, 2 * context + N)
+            positions = cache.stage(context)
+            mask = twin.prompt_masks(cache, positions)
+            twin.forward(ids_BL[:, :context], positions_BN=positions, mask=mask, cache=cache, logits_to_keep=1)
+            cache.commit(torch.full((B,), context, device=self.device))
+            positions = cache.stage(N)
+            mask = target.masks(cache, torch.ones(N, N, dtype=torch.bool, device=self.device).tril().expand(B, N, N))
+            self.marks.on = True
+            try:
+                logits.append(target.forward(ids_BL[:, context:], positions_BN=positions, mask=mask, cache=cache).logits_BKV)
+            finally:
+                self.marks.on = False
+        error, size = float((logits[0] - logits[1]).abs().max()), float(logits[0].abs().max())
+        if not error <= 1e-3 * max(1.0, size):
+            raise RuntimeError(f"compiled logits differ by {error:.2g} from eager ones of size {size:.2g}")
+        self.ready.add((rows, nodes))
+
+
+def choose(target: Target, compile: bool | Literal["auto"], *, rows: int, nodes: int, passes: int) -> Mode:
+    """The mode for a generation of about `passes` passes; from the call alone, so that a call repeated is the same call.
+
+    True: compiled; False: eager; "auto": compiled where the run is long enough to repay it, blocked where products of several rows
+    are made at all and memory holds the second copy of the weights.
+    """
+    if compile not in (True, False, "auto"):
+        raise ValueError(f"compile must be True, False or 'auto', found {compile!r}")
+    if target.device.type != "cpu" or target.model.dtype != torch.float32 or compile is False:
+        return "eager"
+    if compile is True:
+        return "compiled"
+    if not _roomy(target):
+        return "eager"
+    if passes >= COMPILE_PASSES:
+        return "compiled"
+    return "blocked" if rows * nodes > 1 and passes >= BLOCKED_PASSES else "eager"
+
+
+def for_all(target: Target, compile: bool | Literal["auto"], *, nodes: int, passes: int) -> bool | Literal["auto"]:
+    """One `compile` for many calls at batch 1 that make about `passes` passes together, so that all are made alike."""
+    chosen: dict[Mode, bool | Literal["auto"]] = {"eager": False, "blocked": "auto", "compiled": True}
+    return chosen[choose(target, compile, rows=1, nodes=nodes, passes=passes)]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Who makes a pass: `main` where it was compiled for (one or many rows, one or many nodes), `rest` elsewhere.
+
+    Rows end one by one, and what is left is not worth another compilation.
+    """
+
+    mode: Mode
+    main: Target
+    rest: Target
+    forms: frozenset[tuple[bool, bool]] = frozenset()
+
+    def of(self, rows: int, nodes: int) -> Target:
+        return self.main if (rows > 1, nodes > 1) in self.forms else self.rest
+
+
+def passes_of(target: Target, mode: Mode, *, rows: int, nodes: int, strict: bool) -> Passes:
+    """The passes of a generation with up to `rows` rows and trees of up to `nodes` nodes; copies are made once and kept.
+
+    strict: a model that cannot be compiled is a ValueError, otherwise it is logged and the blocked copy serves.
+    """
+    if mode == "eager":
+        return Passes(mode, target, target)
+    if "blocked" not in target.copies:
+        target.copies["blocked"] = dataclasses.replace(target, model=blocked(target.model))
+    twin = target.copies["blocked"]
+    if mode == "blocked":
+        return Passes(mode, twin, twin)
+    forms = frozenset((rows > 1, many) for many in {False, nodes > 1})
+    try:
+        return Passes(mode, _compiled(target, twin, forms), twin, forms)
+    except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+        reason = " ".join(str(error).split("\n")[:2]).strip()
+        if strict:
+            raise ValueError(f"{target.name} cannot be compiled here ({reason}); use compile=False or compile='auto'") from error
+        log.warning("%s cannot be compiled here (%s); going on without", target.name, reason)
+        return Passes("blocked", twin, twin)
+
+
+def _compiled(target: Target, twin: Target, forms: frozenset[tuple[bool, bool]]) -> Target:
+    found = target.copies.get("compiled")
+    if found is None:
+        model, marks = compiled(twin.model, twin.layers, twin.kinds, twin.cache_keyword)
+        found = CompiledTarget(model=model, tokenizer=target.tokenizer, name=target.name, revision=target.revision, marks=marks)
+        target.copies["compiled"] = found
+    assert isinstance(found, CompiledTarget)
+    missing = sorted(forms - found.ready)
+    for rows, nodes in tqdm(missing, desc="compile", unit="form", disable=None if missing else True):
+        found.prepare(twin, rows=rows, nodes=nodes)
+    return found
+
+
+def _roomy(target: Target) -> bool:
+    """Whether twice the linear weights still fit into free memory."""
+    weights = sum(m.weight.numel() for m in target.model.modules() if type(m) is torch.nn.Linear) * 4
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not every system tells
+        return False
+    return 2 * weights < free

@@ -1,0 +1,119 @@
+"""Lean passes equal the stock model's: blocked products, compiled layers, and the choice between them."""
+
+import pytest
+import torch
+from torch import nn
+
+from spectrain.decoding.generate import generate
+from spectrain.decoding.shapes import Chain, Tree
+from spectrain.drafters.from_head import HeadDrafter
+from spectrain.target.lean import BlockedLinear, blocked, chunks
+from spectrain.target.model import Target
+from spectrain.target.passes import BLOCKED_PASSES, COMPILE_PASSES, choose, passes_of
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11] * 5]
+
+
+@pytest.fixture(scope="module")
+def wide(make_target) -> Target:
+    """Widths that divide into blocks."""
+    return make_target(vocab=96, hidden_size=64, intermediate_size=96, head_dim=16)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 1), (3, 16)])
+def test_blocks_give_another_product(shape: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(40, 96, bias=bias), torch.randn(*shape, 40)
+    with torch.no_grad():
+        assert torch.allclose(BlockedLinear(linear)(x), linear(x), atol=1e-5)
+
+
+def test_blocked_copy_owns_its_weights_or_changes_the_model(wide: Target) -> None:
+    before = [type(m) for m in wide.model.modules()]
+    copy = blocked(wide.model)
+    assert [type(m) for m in wide.model.modules()] == before
+    assert {p.data_ptr() for p in copy.parameters()} == {p.data_ptr() for p in wide.model.parameters()}
+    assert sum(isinstance(m, BlockedLinear) for m in copy.modules()) == 3 * 7 + 1  # seven in a layer, and the output layer
+    assert set(copy.state_dict()) == set(wide.model.state_dict())
+
+
+def test_weights_that_do_not_divide_are_cut(make_target) -> None:
+    odd = make_target(vocab=100)
+    assert not any(isinstance(m, BlockedLinear) and m.weight.shape[0] % 32 for m in blocked(odd.model).modules())
+    settings = {"eos": None, "max_new_tokens": 40}
+    fast = generate(odd, PROMPTS, compile="auto", **settings)
+    assert [r.tokens for r in fast.rows] == [r.tokens for r in generate(odd, PROMPTS, compile=False, **settings).rows]
+    assert fast.mode == "blocked"
+
+
+def test_chunks_mix_kinds_or_lose_layers() -> None:
+    assert chunks(["full"] * 30, most=10) == [(0, 10), (10, 10), (20, 10)]
+    assert chunks(["full"] * 7, most=4) == [(i, 1) for i in range(7)]
+    gemma = (["sliding"] * 5 + ["full"]) * 2
+    assert chunks(gemma, most=10) == [(0, 5), (5, 1), (6, 5), (11, 1)]
+    assert sum(size for _, size in chunks(gemma, most=3)) == 12
+
+
+def test_choice_depends_on_more_than_the_call(wide: Target) -> None:
+    many = COMPILE_PASSES
+    assert choose(wide, False, rows=8, nodes=9, passes=many) == "eager"
+    assert choose(wide, True, rows=1, nodes=1, passes=1) == "compiled"
+    assert choose(wide, "auto", rows=1, nodes=1, passes=many - 1) == "eager"  # a vector needs no blocks
+    assert choose(wide, "auto", rows=1, nodes=5, passes=many - 1) == choose(wide, "auto", rows=4, nodes=1, passes=many - 1) == "blocked"
+    assert choose(wide, "auto", rows=1, nodes=5, passes=BLOCKED_PASSES - 1) == "eager"
+    assert choose(wide, "auto", rows=1, nodes=1, passes=many) == "compiled"
+    with pytest.raises(ValueError, match="compile must be True, False or 'auto', found 'max'"):
+        choose(wide, "max", rows=1, nodes=1, passes=1)  # type: ignore[arg-type]
+
+
+def test_half_precision_takes_float32_blocks(make_target) -> None:
+    target = make_target()
+    target.model.to(torch.bfloat16)
+    assert choose(target, True, rows=8, nodes=9, passes=COMPILE_PASSES) == "eager"
+
+
+@pytest.mark.parametrize("shape", [Chain(4), Tree.dynamic(3, 3, 7)], ids=str)
+def test_compiled_answers_differ(wide: Target, make_head, shape) -> None:
+    """One row and several, with rows that end one by one; the states that the head reads come from compiled layers."""
+    drafter = HeadDrafter(make_head(wide))
+    for prompts in (PROMPTS[:1], PROMPTS):
+        settings = {"drafter": drafter, "shape": shape, "max_new_tokens": 30}
+        eager, fast = (generate(wide, prompts, compile=c, **settings) for c in (False, True))
+        assert (eager.mode, fast.mode) == ("eager", "compiled")
+        assert [r.tokens for r in fast.rows] == [r.tokens for r in eager.rows]
+        rounds = [[(s.drafted, s.accepted) for s in r.rounds] for r in fast.rows]
+        assert rounds == [[(s.drafted, s.accepted) for s in r.rounds] for r in eager.rows]
+
+
+def test_compiled_logits_and_states_differ(wide: Target) -> None:
+    passes = passes_of(wide, "compiled", rows=2, nodes=5, strict=True)
+    fast, found = passes.of(2, 5), []
+    assert passes.of(1, 5) is passes.rest and fast is passes.main
+    for target in (wide, fast):
+        cache = target.new_cache(2, 40)
+        positions = cache.stage(6)
+        ids_BL = torch.arange(22).reshape(2, 11)
+        wide.forward(ids_BL[:, :6], positions_BN=positions, mask=wide.prompt_masks(cache, positions), cache=cache)
+        cache.commit(torch.tensor([6, 4]))
+        positions = cache.stage(5)
+        line_BNN = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 5, 5)
+        out = target.forward(
+            ids_BL[:, 6:], positions_BN=positions, mask=target.masks(cache, line_BNN), cache=cache, layer_ids=(0, 1, 2, 3)
+        )
+        found.append((out.logits_BKV, out.states_BNF, torch.cat(cache.keys)[:, :, :9]))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_model_that_cannot_be_compiled_ends_the_call(make_target, monkeypatch) -> None:
+    target = make_target()
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr("spectrain.target.passes.CompiledTarget.prepare", broken)
+    with pytest.raises(ValueError, match="tiny cannot be compiled here .no C.. compiler.; use compile=False or compile='auto'"):
+        generate(target, PROMPTS, compile=True, max_new_tokens=4)
+    monkeypatch.setattr("spectrain.target.passes.COMPILE_PASSES", 4)
+    assert generate(target, PROMPTS, compile="auto", max_new_tokens=4).mode == "blocked"
