@@ -104,7 +104,10 @@ class ShapeConfig(Stage):
 
 
 class EvaluationConfig(Stage):
-    """suite: a file of eval/suites. speed_prompts: prompts by domain timed one by one, of at most speed_prompt_tokens tokens."""
+    """suite: a file of eval/suites. speed_prompts: prompts by domain timed one by one, of at most speed_prompt_tokens tokens.
+
+    compile: how the timed passes are made, the same for every arm (true, false, or "auto": compiled where the whole run repays it).
+    """
 
     suite: str = "eval/suites/quick.yaml"
     shapes: ShapeConfig = ShapeConfig()
@@ -112,6 +115,7 @@ class EvaluationConfig(Stage):
     speed_prompts: Positive = 2
     speed_prompt_tokens: Positive = 300
     speed_max_new_tokens: Positive = 64
+    compile: bool | Literal["auto"] = "auto"
     seed: int = 0
 
 

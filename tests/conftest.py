@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from spectrain.decoding.shapes import Shape
+from spectrain.decoding.drafter import Round
 from spectrain.decoding.tree import DraftTree
 from spectrain.heads.eagle3 import Eagle3
 from spectrain.kernels import tree_attention
@@ -152,6 +152,7 @@ class ScriptedDrafter:
 
     script: Callable[[list[int]], list[tuple[int, int]]]
     layer_ids: tuple[int, ...] = ()
+    has_q: bool = False
     fails_at: int | None = None
     rounds: int = 0
 
@@ -162,7 +163,8 @@ class ScriptedDrafter:
 
     def select(self, rows_R: Tensor) -> None: ...
 
-    def propose(self, committed: Sequence[Sequence[int]], shape: Shape) -> DraftTree | None:
+    def propose(self, round: Round) -> DraftTree | None:
+        committed = round.committed
         self.rounds += 1
         if self.rounds == self.fails_at:
             raise RuntimeError("the drafter fell over")

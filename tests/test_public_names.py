@@ -8,8 +8,9 @@ import pytest
 import spectrain as st
 
 NAMES = {
-    "load_target", "load_head", "generate", "NGram", "Scripted", "Chain", "Tree", "DraftTree", "Coins", "accept", "encode_chat",
-    "draft_vocabulary", "align", "expected_tokens", "speedup",
+    "load_target", "load_head", "generate", "NGram", "Suffix", "SmallModel", "Hybrid", "Scripted", "Chain", "Tree", "Adaptive", "DraftTree",
+    "Coins", "accept", "acceptance", "optimal_acceptance", "greedy_audit", "measure_costs", "Costs", "encode_chat", "draft_vocabulary",
+    "align", "expected_tokens", "expected_tau", "speedup",
 }  # fmt: skip
 COMMANDS = {"quickstart", "train", "generate", "evaluate", "report", "export"}
 

@@ -94,10 +94,13 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
     target: Annotated[str, typer.Option(help="Hub name, folder or .gguf file.")],
     head: Annotated[Path | None, typer.Option(help="Head directory.")] = None,
-    drafter: Annotated[str, typer.Option(help="head, ngram or none; with --head the default is head.")] = "",
+    drafter: Annotated[str, typer.Option(help="head, ngram, suffix, none, or a smaller model (folder or Hub name).")] = "",
     chain: Annotated[int, typer.Option(min=1, help="Depth of the drafted chain.")] = 4,
     tree: Annotated[bool, typer.Option("--tree", help="Draft a dynamic tree instead of a chain.")] = False,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    rule: Annotated[str, typer.Option(help="Verification rule; auto is the best lossless one.")] = "auto",
+    policy: Annotated[str, typer.Option(help="Adapt the depth: heuristic, confidence or ema.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     seed: int = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Take the prompt as plain text, without the chat template.")] = False,
@@ -108,8 +111,8 @@ def generate(
     from spectrain.cli.show import show_answer
 
     show_answer(
-        prompt, target=target, head=head, drafter=drafter, chain=chain, tree=tree, temperature=temperature,
-        max_new_tokens=max_new_tokens, seed=seed, raw=raw, dtype=dtype, as_json=json_,
+        prompt, target=target, head=head, drafter=drafter, chain=chain, tree=tree, temperature=temperature, top_p=top_p,
+        rule=rule, policy=policy, max_new_tokens=max_new_tokens, seed=seed, raw=raw, dtype=dtype, as_json=json_,
     )  # fmt: skip
 
 

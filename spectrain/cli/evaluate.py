@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,8 +17,10 @@ from spectrain.drafters.from_head import HeadDrafter
 from spectrain.drafters.lookup import NGram
 from spectrain.evaluation.measure import Arm, Records, compare, measure_speed, measure_tau, speed_subset, suite_prompts
 from spectrain.evaluation.metrics import bootstrap, ratio_of_ratios, speed_cell, tau_table
-from spectrain.evaluation.speed import Costs, advise_depth, measure_costs
+from spectrain.evaluation.speed import advise_depth, measure_costs
 from spectrain.target.model import Target
+from spectrain.target.passes import for_all
+from spectrain.yields import Costs
 
 PLAIN = "plain"
 COST_CONTEXT = 256
@@ -41,6 +43,9 @@ def evaluate(
     key = _key(target, head, config, suite, everything)
     records = Records(out / "records.jsonl", key)
     arms, costs, notes = _arms(head, config), None, []
+    nodes = 1 + max(arm.shape.budget for arm in arms if arm.shape)
+    total = (len(arms) + 1) * len(prompts) * config.speed_prompts * config.speed_max_new_tokens
+    compile = for_all(target, config.compile, nodes=nodes, passes=total)
 
     def tau_of(arm: Arm) -> None:
         measure_tau(target, arm, everything, records, max_new_tokens=suite.max_new_tokens, batch_size=config.batch_size)
@@ -48,14 +53,14 @@ def evaluate(
     for arm in arms:
         tau_of(arm)
     if head is not None:
-        costs = _costs(target, head, config, out / "costs.json", key)
+        costs = _costs(target, head, config, out / "costs.json", key, compile)
         chain = next(arm for arm in arms if isinstance(arm.shape, Chain) and arm.label != "n-gram")
         arms, note = _with_best_depth(arms, chain, records, everything, costs)
         notes.append(note)
         tau_of(arms[-1])
     chosen = speed_subset(prompts, target, number=config.speed_prompts, max_tokens=config.speed_prompt_tokens)
     timed = [p for rows in chosen.values() for p in rows]
-    measure_speed(target, arms, timed, records, max_new_tokens=config.speed_max_new_tokens, baseline=True)
+    measure_speed(target, arms, timed, records, max_new_tokens=config.speed_max_new_tokens, baseline=True, compile=compile)
     say("comparing every answer with plain decoding")
     exactness = _exactness(target, arms, records, everything, timed)
     report = {
@@ -64,7 +69,8 @@ def evaluate(
         "suite": {"name": f"{suite.name} v{suite.version}", "sha256": hashlib.sha256(dump_yaml(suite).encode()).hexdigest()},
         "settings": {
             "max_new_tokens": suite.max_new_tokens, "temperature": 0.0, "dtype": str(target.model.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(), "machine": machine(target), "speed_max_new_tokens": config.speed_max_new_tokens,
+            "threads": torch.get_num_threads(), "machine": machine(target), "compile": compile,
+            "speed_max_new_tokens": config.speed_max_new_tokens,
         },
         "versions": extra["versions"], "arms": [arm.describe() for arm in arms], "domains": list(prompts),
         "tau": {arm.name: _tau(arm, records, prompts) for arm in arms}, "speed": _speed(arms, records, chosen, timed),
@@ -107,12 +113,12 @@ def _with_best_depth(arms: list[Arm], chain: Arm, records: Records, prompts: Seq
     return arms, f"Predicted best chain at batch 1 over all domains: depth {depth}, {gain:.2f} times plain decoding ({known})."
 
 
-def _costs(target: Target, head: Any, config: EvaluationConfig, path: Path, key: str) -> Costs:
+def _costs(target: Target, head: Any, config: EvaluationConfig, path: Path, key: str, compile: bool | Literal["auto"]) -> Costs:
     """Costs measured once a run and kept with its key, so that a resumed run advises the same depth."""
     found = json.loads(path.read_text()) if path.exists() else {}
     if found.get("key") == key:
         return Costs(seconds=found["seconds"], v=tuple(found["v"]), c=found["c"])
-    costs = measure_costs(target, HeadDrafter(head), context=COST_CONTEXT, sizes=config.shapes.chain + 1)
+    costs = measure_costs(target, HeadDrafter(head), context=COST_CONTEXT, sizes=config.shapes.chain + 1, compile=compile)
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"key": key, "seconds": costs.seconds, "v": costs.v, "c": costs.c}))
     part.replace(path)

@@ -8,26 +8,31 @@ from rich.console import Console
 
 from spectrain.cli.stages import open_head
 from spectrain.cli.wiring import generate
+from spectrain.decoding.accept import LOSSY
 from spectrain.decoding.generate import RowResult
+from spectrain.decoding.policies import Adaptive
 from spectrain.decoding.shapes import Chain, Shape, Tree
 from spectrain.drafters.lookup import NGram
+from spectrain.drafters.small_model import SmallModel
+from spectrain.drafters.suffix import Suffix
 from spectrain.target.model import Target, load_target
 
 
 def show_answer(
-    prompt: str, *, target: str, head: Path | None, drafter: str, chain: int, tree: bool, temperature: float, max_new_tokens: int,
-    seed: int, raw: bool, dtype: str, as_json: bool,
+    prompt: str, *, target: str, head: Path | None, drafter: str, chain: int, tree: bool, temperature: float, top_p: float,
+    rule: str, policy: str, max_new_tokens: int, seed: int, raw: bool, dtype: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Generate one answer; see `spectrain generate --help`. Raises ValueError for a drafter that does not exist."""
     loaded = load_target(target, dtype=dtype)
-    chosen = _drafter(drafter or ("head" if head else "none"), head, loaded)
+    name = drafter or ("head" if head else "none")
+    chosen = _drafter(name, head, loaded)
     shape: Shape = Tree.dynamic(top_k=4, depth=5, budget=15) if tree else Chain(chain)
     asked: Any = prompt if raw else [{"role": "user", "content": prompt}]
     console = Console(quiet=as_json, highlight=False)
     printer = _Printer(loaded, console)
     result = generate(
-        loaded, [asked], drafter=chosen, shape=shape, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed,
-        stream=None if as_json else printer,
+        loaded, [asked], drafter=chosen, shape=shape, rule=rule, policy=Adaptive(policy) if policy else None,
+        temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, stream=None if as_json else printer,
     )  # fmt: skip
     row = result.rows[0]
     figures = summary(row)
@@ -35,7 +40,7 @@ def show_answer(
         print(json.dumps({**figures, "text": row.text, "tokens": row.tokens, "finish_reason": row.finish_reason}))
         return
     console.print()
-    kind = "none" if chosen is None else f"{'head' if head and not isinstance(chosen, NGram) else 'ngram'}, {shape}"
+    kind = "none" if chosen is None else f"{name}, {shape}, rule {result.rule}" + (" (lossy)" if result.rule in LOSSY else "")
     console.print(
         f"[dim]{figures['tokens']} tokens in {figures['rounds']} passes: tau {figures['tau']:.2f}, {figures['accepted']} of "
         f"{figures['drafted']} drafted tokens accepted, {figures['tokens_per_s']:.1f} tokens/s, drafter {kind}, {row.finish_reason}[/dim]"
@@ -51,7 +56,11 @@ def _drafter(name: str, head: Path | None, target: Target) -> Any:
         if head is None:
             raise ValueError("drafter head needs --head FOLDER; train one with `spectrain train RECIPE`")
         return open_head(head, target)
-    raise ValueError(f"drafter {name!r} is unknown; choose head, ngram or none")
+    if name == "suffix":
+        return Suffix()
+    if "/" in name or Path(name).exists():
+        return SmallModel(load_target(name, dtype=str(target.model.dtype).removeprefix("torch."), device=str(target.device)))
+    raise ValueError(f"drafter {name!r} is unknown; choose head, ngram, suffix, none, or the folder or Hub name of a smaller model")
 
 
 class _Printer:

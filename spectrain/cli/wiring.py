@@ -1,16 +1,20 @@
 """What the public API adds to the stages: heads turned into drafters, checks before long work."""
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spectrain.decoding.generate import Drafter, Result, Stream
+from spectrain.decoding.drafter import Drafter
+from spectrain.decoding.generate import Result
 from spectrain.decoding.generate import generate as run
-from spectrain.decoding.shapes import Shape
 from spectrain.drafters.from_head import HeadDrafter
+from spectrain.drafters.hybrid import Hybrid
+from spectrain.evaluation.speed import measure_costs as measure
 from spectrain.heads.base import check_head
 from spectrain.heads.base import load_head as read_head
 from spectrain.target.model import Target
+from spectrain.yields import Costs
 
 
 def as_drafter(drafter: Any) -> Drafter:
@@ -37,15 +41,17 @@ def load_head(where: str | Path, target: Target | None = None, revision: str | N
     return head
 
 
-def generate(
-    target: Target, prompts: Sequence[Any], *, drafter: Any = None, shape: Shape | None = None, rule: str = "auto",
-    temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, max_new_tokens: int = 256,
-    stop: Sequence[str] = (), eos: str | int | Iterable[int] | None = "auto", ignore_eos: bool = False,
-    seed: int | Sequence[int] = 0, stream: Stream | None = None,
-) -> Result:  # fmt: skip
+def hybrid(a: Any, b: Any, **settings: Any) -> Hybrid:
+    """`Hybrid` of two drafters, each of which may be a draft head."""
+    return Hybrid(as_drafter(a), as_drafter(b), **settings)
+
+
+def measure_costs(target: Target, drafter: Any, **settings: Any) -> Costs:
+    """`spectrain.evaluation.speed.measure_costs`, with a draft head accepted as the drafter."""
+    return measure(target, as_drafter(drafter), **settings)
+
+
+@functools.wraps(run)
+def generate(target: Target, prompts: Sequence[Any], *, drafter: Any = None, **settings: Any) -> Result:
     """`spectrain.decoding.generate.generate`, with a draft head accepted as the drafter; see there for every argument."""
-    return run(
-        target, prompts, drafter=None if drafter is None else as_drafter(drafter), shape=shape, rule=rule, temperature=temperature,
-        top_p=top_p, top_k=top_k, min_p=min_p, max_new_tokens=max_new_tokens, stop=stop, eos=eos, ignore_eos=ignore_eos, seed=seed,
-        stream=stream,
-    )  # fmt: skip
+    return run(target, prompts, drafter=None if drafter is None else as_drafter(drafter), **settings)

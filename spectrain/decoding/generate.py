@@ -8,60 +8,31 @@ F width of the states that the drafter reads.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from spectrain.decoding.accept import accept, resolve_rule
-from spectrain.decoding.sampling import Coins, Sampling, probabilities, row_seed
-from spectrain.decoding.shapes import Chain, Shape
-from spectrain.decoding.stops import FinishReason, StopRule, TextStream
-from spectrain.decoding.tree import DraftTree, ancestors
+from spectrain.decoding.accept import Accepted, accept, resolve_rule
+from spectrain.decoding.drafter import Drafter, DraftSession, Round
+from spectrain.decoding.policies import Adaptive, PolicySession
+from spectrain.decoding.processors import Histories, Processing
+from spectrain.decoding.rows import Row, StepRecord, Stream, coins_of, end_ids, root_tokens, rows_of, stop_strings
+from spectrain.decoding.sampling import Sampling, probabilities
+from spectrain.decoding.shapes import Chain, Shape, resolve_law, trimmed
+from spectrain.decoding.stops import FinishReason
+from spectrain.decoding.tree import DraftTree, Law, ancestors
 from spectrain.target.cache import SlabCache
 from spectrain.target.model import Target
+from spectrain.target.passes import Mode, Passes, choose, passes_of
 
-Stream = Callable[[int, list[int], str], None]
-
-
-class DraftSession(Protocol):
-    """A drafter's state for one batch."""
-
-    def observe(self, states_BNF: Tensor | None, next_BN: Tensor, count_B: Tensor) -> None:
-        """`count_B` more tokens a row are settled: the target's state of each, and the token that follows it."""
-
-    def propose(self, committed: Sequence[Sequence[int]], shape: Shape) -> DraftTree | None:
-        """A tree whose root is each row's last committed token; None for no draft in any row."""
-
-    def select(self, rows_R: Tensor) -> None:
-        """Keep only these rows."""
-
-
-class Drafter(Protocol):
-    """What `generate` asks of a drafter."""
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """The target's states that it reads (hs numbers)."""
-
-    def start(self, target: Target, rows: int, max_length: int) -> DraftSession:
-        """A session for `rows` rows of at most `max_length` tokens; every candidate of a draft counts, kept or not."""
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One round of one row. accepted: by the rule; committed: kept after stops, the target's own token included.
-
-    `seconds` by phase; in a batch, the row's equal share of the round.
-    """
-
-    drafted: int
-    accepted: int
-    committed: int
-    seconds: dict[str, float]
+RULE_LAWS: dict[str, tuple[Law, Law]] = {  # the law that a named rule wants of a shape with law="auto": of a chain, of a tree
+    "rejection": ("iid", "iid"), "block": ("iid", "iid"), "multidraft": ("iid", "without_replacement"),
+    "traversal": ("iid", "without_replacement"), "point_mass": ("point_mass", "point_mass"), "typical": ("point_mass", "point_mass"),
+}  # fmt: skip
 
 
 @dataclass
@@ -79,38 +50,38 @@ class RowResult:
 
 @dataclass
 class Result:
-    """Answers in the order of the prompts; `seconds` of the whole call."""
+    """Answers in the order of the prompts; `seconds` of the whole call. rule, law, mode: what `auto` stood for."""
 
     rows: list[RowResult]
     seconds: float
+    rule: str = "greedy"
+    law: Law = "point_mass"
+    mode: Mode = "eager"
 
 
-@dataclass
-class _Row:
-    """A row at work: `ids` are the prompt and the committed tokens."""
+@dataclass(frozen=True)
+class _Run:
+    """What stays the same for a whole call. target: makes the prompt's pass; passes: make the others."""
 
-    index: int
-    ids: list[int]
-    prompt_length: int
-    seed: int
-    stop: StopRule
-    stream: TextStream
-    rounds: list[StepRecord] = field(default_factory=list)
-    reason: FinishReason | None = None
-    prefill_seconds: float = 0.0
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.ids[self.prompt_length :]
+    target: Target
+    passes: Passes
+    layer_ids: tuple[int, ...]
+    shape: Shape
+    law: Law
+    rule: str
+    sampling: Sampling
+    stream: Stream | None
 
 
 @dataclass
 class _Batch:
     """The rows still held in the cache, finished ones included until the next compaction."""
 
-    rows: list[_Row]
+    rows: list[Row]
     cache: SlabCache
     session: DraftSession | None
+    policy: PolicySession | None
+    histories: Histories | None
 
     def active(self, device: torch.device) -> Tensor:
         return torch.tensor([row.reason is None for row in self.rows], device=device)
@@ -118,142 +89,124 @@ class _Batch:
 
 @torch.inference_mode()
 def generate(
-    target: Target, prompts: Sequence[Any], *, drafter: Drafter | None = None, shape: Shape | None = None, rule: str = "auto",
-    temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, max_new_tokens: int = 256,
-    stop: Sequence[str] = (), eos: str | int | Iterable[int] | None = "auto", ignore_eos: bool = False,
-    seed: int | Sequence[int] = 0, stream: Stream | None = None,
+    target: Target, prompts: Sequence[Any], *, drafter: Drafter | None = None, shape: Shape | None = None, policy: Adaptive | None = None,
+    rule: str = "auto", temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0,
+    repetition_penalty: float = 1.0, frequency_penalty: float = 0.0, presence_penalty: float = 0.0, min_new_tokens: int = 0,
+    banned_tokens: Sequence[int] = (), forced_tokens: Mapping[int, int] | None = None, logits_processors: Sequence[Any] = (),
+    max_new_tokens: int = 256, stop: Sequence[str] = (), eos: str | int | Iterable[int] | None = "auto", ignore_eos: bool = False,
+    seed: int | Sequence[int] = 0, stream: Stream | None = None, compile: bool | Literal["auto"] = "auto",
 ) -> Result:  # fmt: skip
     """Answer prompts (token ids, strings, or chats) with the target, sped up by a drafter; returns `Result`.
 
-    The output is the target's own: at temperature 0 the tokens of plain decoding, otherwise draws from its law.
-    shape: `Chain(5)` when a drafter is given without one. seed: an int (row b gets a seed derived from it and b; row 0 the int
-    itself) or one per prompt. stream(row, tokens, text) is called with committed tokens only. An answer that would pass the
+    The output is the target's own: at temperature 0 the tokens of plain decoding, otherwise draws from its law (but for
+    rule="typical", which is lossy). Penalties, bans and `logits_processors` (any of transformers') act at every node on that node's
+    own history, for target and draft; then come temperature, top-k, top-p and min-p. forced_tokens: index in the answer -> id.
+    shape: `Chain(5)` when a drafter is given without one. policy: `Adaptive(...)` picks depth and budget anew each round. seed: an int
+    (row b gets a seed derived from it and b; row 0 the int itself) or one per prompt. stream(row, tokens, text) is called with
+    committed tokens only. compile: how the passes after the prompt's are made (target/passes.py). An answer that would pass the
     model's length limit ends there with reason "length". Raises ValueError for settings or prompts that cannot work.
     """
     started = time.perf_counter()
-    rule = resolve_rule(rule, temperature)
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    processing = processing_of({
+        "repetition_penalty": repetition_penalty, "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
+        "min_new_tokens": min_new_tokens, "banned_tokens": banned_tokens, "forced_tokens": forced_tokens,
+        "logits_processors": logits_processors,
+    })  # fmt: skip
     shape = shape or Chain(5)
-    ends = frozenset() if ignore_eos else _eos_ids(eos, target)
-    rows = _rows(target, prompts, ends, _stop_strings(stop), max_new_tokens, seed)
+    law, rule = settle(rule, shape, temperature=temperature, has_q=drafter is not None and drafter.has_q)
+    ends = frozenset() if ignore_eos else end_ids(eos, target)
+    rows = rows_of(target, prompts, ends=ends, stop=stop_strings(stop), max_new_tokens=max_new_tokens, seed=seed)
     if not rows:
-        return Result(rows=[], seconds=0.0)
+        return Result(rows=[], seconds=0.0, rule=rule, law=law)
+    if shape.depth == 0:
+        drafter = None
     nodes = 1 + shape.budget if drafter else 1
     # Twice the nodes: a row may end with a whole block accepted and then wait in the batch through further rounds.
     max_length = max(row.prompt_length + row.stop.max_new_tokens for row in rows) + 2 * nodes
-    session = drafter.start(target, len(rows), max_length + shape.width * shape.depth) if drafter else None
-    layer_ids = drafter.layer_ids if drafter else ()
-    batch = _Batch(rows=list(rows), cache=target.new_cache(len(rows), max_length), session=session)
-    _prefill(target, batch, layer_ids, sampling, rule, stream)
+    mode = choose(target, compile, rows=len(rows), nodes=nodes, passes=max(row.stop.max_new_tokens for row in rows))
+    passes = passes_of(target, mode, rows=len(rows), nodes=nodes, strict=compile is True)
+    run = _Run(target, passes, drafter.layer_ids if drafter else (), shape, law, rule, sampling, stream)
+    histories = None
+    if processing.active:
+        prompts_ids = [row.ids for row in rows]
+        histories = Histories(processing, prompts_ids, vocab_size=target.vocab_size, eos_ids=ends, device=target.device)
+    batch = _Batch(
+        rows=list(rows), cache=target.new_cache(len(rows), max_length),
+        session=drafter.start(target, len(rows), max_length + shape.width * shape.depth) if drafter else None,
+        policy=policy.start(shape, len(rows)) if policy and drafter else None, histories=histories,
+    )  # fmt: skip
+    _prefill(run, batch)
     while _drop_finished(batch):
-        _round(target, batch, layer_ids, shape, sampling, rule, stream)
+        _round(run, batch)
+    finish = getattr(batch.session, "finish", None)
+    if finish is not None:
+        finish([(row.ids, row.prompt_length) for row in rows])
     results = [
         RowResult(r.tokens, r.stop.text(r.tokens), r.reason or "length", r.rounds, r.seed, r.prompt_length, r.prefill_seconds) for r in rows
     ]
-    return Result(rows=results, seconds=time.perf_counter() - started)
+    return Result(rows=results, seconds=time.perf_counter() - started, rule=rule, law=law, mode=passes.mode)
 
 
-def _eos_ids(eos: str | int | Iterable[int] | None, target: Target) -> frozenset[int]:
-    if eos is None:
-        return frozenset()
-    if isinstance(eos, str):
-        if eos != "auto":
-            raise ValueError(f"eos must be 'auto', None, an id or a list of ids, found {eos!r}")
-        return frozenset(target.eos_ids)
-    return frozenset([eos] if isinstance(eos, int) else eos)
+def processing_of(settings: Mapping[str, Any]) -> Processing:
+    """The logit processors among the settings of `generate`."""
+    names = {f.name for f in fields(Processing)}
+    given = {name: value for name, value in settings.items() if name in names and value is not None}
+    containers = {"banned_tokens": tuple, "forced_tokens": dict, "logits_processors": tuple}
+    return Processing(**{name: containers.get(name, lambda v: v)(value) for name, value in given.items()})
 
 
-def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(strings):
-        raise ValueError("a stop string is empty: it would end every answer at once; leave it out")
-    return strings
+def settle(rule: str, shape: Shape, *, temperature: float, has_q: bool) -> tuple[Law, str]:
+    """The draft law and the verification rule that `auto` stands for; ValueError when they do not fit each other."""
+    if shape.law == "auto" and rule in RULE_LAWS and temperature > 0 and (has_q or rule in ("point_mass", "typical")):
+        law = RULE_LAWS[rule][0 if shape.is_chain else 1]
+    else:
+        law = resolve_law(shape, temperature=temperature, has_q=has_q)
+    return law, resolve_rule(rule, temperature=temperature, law=law, is_chain=shape.is_chain)
 
 
-def _seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    seeds = [seed] if isinstance(seed, int) else [int(s) for s in seed]
-    if not all(-(2**63) <= s < 2**63 for s in seeds):
-        raise ValueError(f"seeds must fit into 64 bits with sign, found {seed}")
-    if isinstance(seed, int):
-        return [row_seed(seed, b) for b in range(rows)]
-    if len(seeds) != rows:
-        raise ValueError(f"{len(seeds)} seeds for {rows} prompts; pass one seed, or one a prompt")
-    return seeds
-
-
-def _rows(
-    target: Target, prompts: Sequence[Any], ends: frozenset[int], stop: tuple[str, ...], max_new_tokens: int, seed: int | Sequence[int]
-) -> list[_Row]:
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, dict))):
-        raise ValueError("prompts must be a list of prompts (texts, chats or lists of ids); for one prompt pass [prompt]")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
-    seeds = _seeds(seed, len(prompts))
-    rows = []
-    for b, prompt in enumerate(prompts):
-        ids = target.encode(prompt)
-        if not ids:
-            raise ValueError(f"prompt {b} has no tokens; a prompt needs at least one")
-        if len(ids) >= target.max_length:
-            raise ValueError(
-                f"prompt {b} has {len(ids)} tokens, {target.name} takes {target.max_length} with its answer; shorten or split it"
-            )
-        if not 0 <= min(ids) <= max(ids) < target.vocab_size:
-            raise ValueError(f"prompt {b} holds ids outside 0..{target.vocab_size - 1}; was it made by another tokenizer?")
-        limit = min(max_new_tokens, target.max_length - len(ids))
-        rule = StopRule(eos_ids=ends, stop=stop, max_new_tokens=limit, decode=target.tokenizer.decode)
-        rows.append(_Row(index=b, ids=ids, prompt_length=len(ids), seed=seeds[b], stop=rule, stream=TextStream(rule)))
-    return rows
-
-
-def _prefill(target: Target, batch: _Batch, layer_ids: tuple[int, ...], sampling: Sampling, rule: str, stream: Stream | None) -> None:
+def _prefill(run: _Run, batch: _Batch) -> None:
     """One pass over all prompts, aligned right so that the last column is each row's last token; commits the first token."""
-    clock, device = _Clock(target.device), target.device
+    target, device = run.target, run.target.device
+    clock = _Clock(device)
     length_B = torch.tensor([row.prompt_length for row in batch.rows], device=device)
     L = int(length_B.max())
     pad_B = L - length_B
     ids_BL = torch.tensor([[0] * (L - row.prompt_length) + row.ids for row in batch.rows], device=device)
     with clock("verify"):
-        alone = len(batch.rows) == 1
-        positions_BL = batch.cache.stage(L, None if alone else pad_B)
-        mask_B1LS = None if alone else (torch.arange(L, device=device) <= positions_BL[..., None])[:, None]
-        out = target.forward(
-            ids_BL, positions_BN=positions_BL, mask_B1NS=mask_B1LS, cache=batch.cache, layer_ids=layer_ids, logits_to_keep=1
-        )
+        positions_BL = batch.cache.stage(L, None if len(batch.rows) == 1 else pad_B)
+        mask = target.prompt_masks(batch.cache, positions_BL)
+        out = target.forward(ids_BL, positions_BN=positions_BL, mask=mask, cache=batch.cache, layer_ids=run.layer_ids, logits_to_keep=1)
         batch.cache.commit(length_B)
-    root = DraftTree.chain(ids_BL[:, -1:], torch.ones_like(length_B))
-    first_B = accept(_laws(target, out.logits_BKV, sampling), root, rule, _coins(batch, device)).next_B
+    root = _root_only(run, batch)
+    first_B = _verdict(run, batch, out.logits_BKV, root, ancestors(root.parents_BN)).next_B
     if batch.session is not None:
         left_BL = (torch.arange(L, device=device) + pad_B[:, None]).clamp(max=L - 1)  # to columns that start at 0
-        states_BLF = _picked(out.states_BNF, left_BL)
         next_BL = torch.cat([ids_BL, first_B[:, None]], dim=1)[:, 1:].gather(1, left_BL)
         with clock("commit"):
-            batch.session.observe(states_BLF, next_BL, length_B)
-    for row, token in zip(batch.rows, first_B.tolist(), strict=True):
-        row.prefill_seconds = sum(clock.seconds.values()) / len(batch.rows)
-        _keep(row, [token], stream)
+            batch.session.observe(_picked(out.states_BNF, left_BL), next_BL, length_B)
+    share = sum(clock.seconds.values()) / len(batch.rows)
+    _keep(run, batch, [[token] for token in first_B.tolist()])
+    for row in batch.rows:
+        row.prefill_seconds = share
 
 
-def _round(
-    target: Target, batch: _Batch, layer_ids: tuple[int, ...], shape: Shape, sampling: Sampling, rule: str, stream: Stream | None
-) -> None:
-    clock, cache, device = _Clock(target.device), batch.cache, target.device
+def _round(run: _Run, batch: _Batch) -> None:
+    target, cache, device = run.target, batch.cache, run.target.device
+    clock = _Clock(device)
     with clock("draft"):
-        tree = batch.session.propose([row.ids for row in batch.rows], shape) if batch.session else None
-        tree = tree or _root_only(batch, device)
+        tree = _propose(run, batch) or _root_only(run, batch)
     with clock("verify"):
-        start_B1 = cache.lengths_B[:, None]
-        ancestors_BNN = ancestors(tree.parents_BN) if not tree.is_chain else _causal(tree)
+        line_BNN = ancestors(tree.parents_BN) if not tree.is_chain else _causal(tree)
+        depth_BN = line_BNN.sum(-1) - 1
         # Nodes past the model's last position are never kept; some models have no row for them.
-        positions_BN = (start_B1 + ancestors_BNN.sum(-1) - 1).clamp(max=target.max_length - 1)
+        positions_BN = (cache.lengths_B[:, None] + depth_BN).clamp(max=target.max_length - 1)
         cache.stage(tree.width)
-        alone = tree.width == 1 and len(batch.rows) == 1
-        out = target.forward(
-            tree.tokens_BN, positions_BN=positions_BN, mask_B1NS=None if alone else cache.visible(ancestors_BNN), cache=cache,
-            layer_ids=layer_ids,
-        )  # fmt: skip
+        maker = run.passes.of(*tree.tokens_BN.shape)
+        mask = maker.masks(cache, line_BNN)
+        out = maker.forward(tree.tokens_BN, positions_BN=positions_BN, mask=mask, cache=cache, layer_ids=run.layer_ids)
     with clock("accept"):
-        accepted = accept(_laws(target, out.logits_BKV, sampling), tree, rule, _coins(batch, device))
+        accepted = _verdict(run, batch, out.logits_BKV, tree, line_BNN)
     with clock("commit"):
         longest = int(accepted.length_B.max())  # the columns beyond it are empty in every row
         path_BK = torch.cat([torch.zeros_like(accepted.next_B)[:, None], accepted.path_BK[:, :longest]], dim=1)
@@ -263,20 +216,50 @@ def _round(
         after_BK = tree.tokens_BN.gather(1, node_BK.roll(-1, dims=1)).scatter(1, accepted.length_B[:, None], accepted.next_B[:, None])
         if batch.session is not None:
             batch.session.observe(_picked(out.states_BNF, node_BK), after_BK, count_B)
-    num, length, new = tree.num_B.tolist(), accepted.length_B.tolist(), after_BK.tolist()
-    share = {phase: s / sum(row.reason is None for row in batch.rows) for phase, s in clock.seconds.items()}
+    used_BN = torch.arange(tree.width, device=device) < tree.num_B[:, None]
+    num, deep, length, new = (t.tolist() for t in (tree.num_B, (depth_BN * used_BN).amax(-1), accepted.length_B, after_BK))
+    going = [row.reason is None for row in batch.rows]
+    share = {phase: s / sum(going) for phase, s in clock.seconds.items()}
+    kept = _keep(run, batch, [new[b][: length[b] + 1] for b in range(len(new))])
     for b, row in enumerate(batch.rows):
-        if row.reason is None:
-            kept = _keep(row, new[b][: length[b] + 1], stream)
-            row.rounds.append(StepRecord(drafted=num[b] - 1, accepted=length[b], committed=kept, seconds=share))
+        if going[b]:
+            row.rounds.append(StepRecord(num[b] - 1, length[b], len(kept[b]), share, depth=deep[b], nodes=tree.width))
+    if batch.policy is not None:
+        batch.policy.observe([n - 1 for n in num], length, deep)
 
 
-def _laws(target: Target, logits_BNV: Tensor, sampling: Sampling) -> Tensor:
-    """Law of the token after each node; ids that the tokenizer does not know have none."""
-    V = logits_BNV.shape[-1]
-    if target.num_ids < V:
-        logits_BNV = logits_BNV.masked_fill(torch.arange(V, device=logits_BNV.device) >= target.num_ids, float("-inf"))
-    return probabilities(logits_BNV, sampling)
+def _propose(run: _Run, batch: _Batch) -> DraftTree | None:
+    """The drafter's tree for this round, as deep as the policy wants it; None for no draft."""
+    if batch.session is None:
+        return None
+    shape: Shape | None = run.shape
+    live = [row.reason is None for row in batch.rows]
+    depths, stop_below = [run.shape.depth] * len(batch.rows), 0.0
+    if batch.policy is not None:
+        plan = batch.policy.plan(live=live)
+        depths, stop_below = plan.depth_B, plan.stop_below
+        shape = trimmed(run.shape, depth=max(depths), budget=plan.budget)
+    if shape is None:
+        return None
+    ask = Round(
+        committed=[row.ids for row in batch.rows], shape=shape, law=run.law, sampling=run.sampling, histories=batch.histories,
+        coins=coins_of(batch.rows, run.target.device), depth_B=depths if batch.policy else None, stop_below=stop_below,
+        vocab_size=run.target.vocab_size, live_B=live,
+    )  # fmt: skip
+    return batch.session.propose(ask)
+
+
+def _verdict(run: _Run, batch: _Batch, logits_BNV: Tensor, tree: DraftTree, line_BNN: Tensor) -> Accepted:
+    """What the rule keeps of the tree; p goes through every transform, ids that the tokenizer does not know have no chance."""
+    V, num_ids = logits_BNV.shape[-1], run.target.num_ids
+    if num_ids < V:
+        logits_BNV = logits_BNV.masked_fill(torch.arange(V, device=logits_BNV.device) >= num_ids, float("-inf"))
+    if batch.histories is not None:
+        device = logits_BNV.device
+        used_BN = torch.arange(tree.width, device=device) < tree.num_B[:, None]
+        needed_BN = used_BN & batch.active(device)[:, None]
+        logits_BNV = batch.histories.apply(logits_BNV, tree.tokens_BN, line_BNN, needed_BX=needed_BN)
+    return accept(probabilities(logits_BNV, run.sampling), tree, run.rule, coins_of(batch.rows, logits_BNV.device))
 
 
 def _picked(states_BNF: Tensor | None, at_BK: Tensor) -> Tensor | None:
@@ -284,10 +267,11 @@ def _picked(states_BNF: Tensor | None, at_BK: Tensor) -> Tensor | None:
     return None if states_BNF is None else states_BNF.gather(1, at_BK[..., None].expand(-1, -1, states_BNF.shape[-1]))
 
 
-def _root_only(batch: _Batch, device: torch.device) -> DraftTree:
-    """The draft of nothing: each row's last committed token."""
-    tokens_B1 = torch.tensor([[row.ids[-1]] for row in batch.rows], device=device)
-    return DraftTree.chain(tokens_B1, torch.ones(len(batch.rows), dtype=torch.long, device=device))
+def _root_only(run: _Run, batch: _Batch) -> DraftTree:
+    """The draft of nothing: each row's last committed token. It carries the call's law, so that the rule draws as in any other round."""
+    tokens_B1 = root_tokens(batch.rows, run.target.device)
+    q_B1V = None if run.law == "point_mass" else torch.zeros(*tokens_B1.shape, run.target.vocab_size, device=tokens_B1.device)
+    return DraftTree.chain(tokens_B1, torch.ones_like(tokens_B1[:, 0]), run.law, q_B1V)
 
 
 def _causal(tree: DraftTree) -> Tensor:
@@ -295,20 +279,12 @@ def _causal(tree: DraftTree) -> Tensor:
     return torch.ones(N, N, dtype=torch.bool, device=tree.tokens_BN.device).tril().expand(len(tree.tokens_BN), N, N)
 
 
-def _coins(batch: _Batch, device: torch.device) -> Coins:
-    return Coins(
-        seed_B=torch.tensor([row.seed for row in batch.rows], device=device),
-        length_B=torch.tensor([len(row.ids) for row in batch.rows], device=device),
-    )
-
-
-def _keep(row: _Row, new: Sequence[int], stream: Stream | None) -> int:
-    """Commit new tokens up to a stop; returns how many were kept."""
-    kept, row.reason = row.stop.cut(row.tokens, new)
-    row.ids.extend(kept)
-    if stream is not None:
-        stream(row.index, kept, row.stream.push(row.tokens, final=row.reason is not None))
-    return len(kept)
+def _keep(run: _Run, batch: _Batch, new: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Commit each unfinished row's new tokens up to a stop; returns what was kept."""
+    kept = [row.keep(tokens, run.stream) if row.reason is None else [] for row, tokens in zip(batch.rows, new, strict=True)]
+    if batch.histories is not None:
+        batch.histories.commit(kept)
+    return kept
 
 
 def _drop_finished(batch: _Batch) -> bool:
@@ -319,6 +295,9 @@ def _drop_finished(batch: _Batch) -> bool:
         batch.cache.select(rows_R)
         if batch.session is not None:
             batch.session.select(rows_R)
+        for part in (batch.policy, batch.histories):
+            if part is not None:
+                part.select(going)
         batch.rows = [batch.rows[b] for b in going]
     return bool(going)
 

@@ -9,22 +9,22 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
 
 from spectrain.config import Suite
 from spectrain.data.formats import Prompt, read_jsonl, read_prompts
-from spectrain.decoding.generate import Drafter, StepRecord, generate
+from spectrain.decoding.audit import first_difference
+from spectrain.decoding.drafter import Drafter
+from spectrain.decoding.generate import generate
+from spectrain.decoding.rows import StepRecord
 from spectrain.decoding.shapes import Shape
 from spectrain.target.model import Target
-
-TIE = 1e-3  # distance of a logit from the best one below which a difference is rounding
-TIE_ROUNDINGS = 8  # the same in roundings of the best logit, which decides in formats of 16 bits
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Records:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             for record in records:
-                rounds = [[r.drafted, r.accepted, r.committed, {k: round(s, 6) for k, s in r.seconds.items()}] for r in record.rounds]
+                rounds = [_row_of(r) for r in record.rounds]
                 row = {**asdict(record), "rounds": rounds}
                 file.write(json.dumps({"key": self._key, **row}) + "\n")
                 self._keep(row)  # as it was written, so that tables from the file are the same
@@ -94,6 +94,10 @@ class Records:
     def of(self, arm: str, mode: str, prompts: Sequence[Prompt]) -> list[Record]:
         """Records of these prompts, in their order."""
         return [self.found[arm, mode, p.id] for p in prompts]
+
+
+def _row_of(r: StepRecord) -> list[Any]:
+    return [r.drafted, r.accepted, r.committed, {phase: round(s, 6) for phase, s in r.seconds.items()}, r.depth, r.nodes]
 
 
 def suite_prompts(suite: Suite, target: Target, root: Path) -> dict[str, list[Prompt]]:
@@ -137,11 +141,12 @@ def measure_tau(target: Target, arm: Arm, prompts: Sequence[Prompt], records: Re
 
 
 def measure_speed(
-    target: Target, arms: Sequence[Arm], prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, baseline: bool
-) -> None:
+    target: Target, arms: Sequence[Arm], prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, baseline: bool,
+    compile: bool | Literal["auto"] = "auto",
+) -> None:  # fmt: skip
     """Time the arms one prompt at a time, interleaved prompt by prompt in rotating order, after a warm-up outside the clock.
 
-    baseline: also time `generate()` of transformers on the same prompts (the arm "transformers").
+    baseline: also time `generate()` of transformers on the same prompts (the arm "transformers"). compile: for every arm of ours.
     """
     names = [arm.name for arm in arms] + (["transformers"] if baseline else [])
     todo = [(p, n) for p in prompts for n in names if (n, "speed", p.id) not in records.found]
@@ -153,7 +158,7 @@ def measure_speed(
         if name == "transformers":
             return _with_transformers(target, prompt, tokens)
         arm = by_name[name]
-        result = generate(target, [prompt.chat], drafter=arm.drafter, shape=arm.shape, max_new_tokens=tokens)
+        result = generate(target, [prompt.chat], drafter=arm.drafter, shape=arm.shape, max_new_tokens=tokens, compile=compile)
         row = result.rows[0]
         return Record(name, "speed", prompt.id, prompt.domain, row.tokens, result.seconds, result.seconds - row.prefill_seconds, row.rounds)
 
@@ -203,28 +208,12 @@ def compare(target: Target, records: Sequence[Record], plain: Sequence[Record], 
         if record.tokens == reference.tokens:
             found.equal += 1
             continue
-        at = next(_differing(record.tokens, reference.tokens), None)
-        before = [*target.encode(prompt.chat), *reference.tokens[:at]]
-        if at is not None and is_tie(target, before, (record.tokens[at], reference.tokens[at])):
+        difference = first_difference(target, target.encode(prompt.chat), record.tokens, reference.tokens)
+        if difference is not None and difference.kind == "tie":
             found.ties += 1
         else:
             found.failed.append(prompt.id)
     return found
-
-
-def _differing(a: Sequence[int], b: Sequence[int]) -> Iterator[int]:
-    yield from (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-
-
-def is_tie(target: Target, ids: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Are the target's logits of all these tokens, after these ids, within rounding of the best one?"""
-    L = len(ids)
-    positions = torch.arange(L, device=target.device)[None]
-    out = target.forward(torch.tensor([ids], device=target.device), positions_BN=positions, mask_B1NS=None, cache=None, logits_to_keep=1)
-    logits_V = out.logits_BKV[0, -1].float()
-    best = float(logits_V.max())
-    rounding = TIE_ROUNDINGS * torch.finfo(out.logits_BKV.dtype).eps * abs(best)
-    return best - float(logits_V[list(tokens)].min()) < max(TIE, rounding)
 
 
 def acceptance_probe(

@@ -1,70 +1,105 @@
-"""What passes cost here and now: v(n) of the target and c of a head, measured side by side; and which depth they make best."""
+"""What passes cost here and now: v(n) of the target and c of a drafter, measured side by side; and which depth they make best.
+
+Legend: B rows, N nodes, L context.
+"""
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from spectrain.decoding.tree import DraftTree, ancestors
+from spectrain.decoding.drafter import Drafter, Round
+from spectrain.decoding.shapes import Chain
 from spectrain.target.model import Target
-from spectrain.yields import best_depth
+from spectrain.target.passes import Passes, choose, passes_of
+from spectrain.yields import Costs, best_depth
+
+DRAFTS = 5  # depth of the chain whose drafting is timed
 
 
-@dataclass(frozen=True)
-class Costs:
-    """seconds of a pass over one position; v[n-1]: cost of a pass over n positions in that unit; c: cost of one draft step in it."""
+@torch.inference_mode()
+def measure_costs(
+    target: Target, drafter: Drafter, *, context: int = 256, sizes: int = 16, batches: Sequence[int] = (), repeats: int = 7,
+    compile: bool | Literal["auto"] = "auto",
+) -> Costs:  # fmt: skip
+    """Interleaved medians of target passes over 1 ... `sizes` positions and of one draft step, behind `context` cached tokens.
 
-    seconds: float
-    v: tuple[float, ...]
-    c: float
+    batches: numbers of rows for which passes over 1, half of `sizes` and `sizes` positions are timed too. compile: as in `generate`.
+    """
+    B = max(1, *batches) if batches else 1
+    mode = choose(target, compile, rows=B, nodes=sizes, passes=10**6 if compile == "auto" and "compiled" in target.copies else 100)
+    one = _Bench(target, passes_of(target, mode, rows=1, nodes=sizes, strict=compile is True), 1, context, sizes, drafter.layer_ids)
+    session = drafter.start(target, 1, context + 2 * sizes + DRAFTS)
+    session.observe(one.states_BNF, one.ids_BL[:, 1 : context + 1], torch.tensor([context], device=target.device))
+    ask = Round(committed=[one.ids_BL[0, : context + 1].tolist()], shape=Chain(DRAFTS), vocab_size=target.vocab_size)
+
+    def draft() -> None:
+        session.propose(ask)
+        getattr(session, "rewind", lambda: None)()
+
+    runs: dict[Any, Callable[[], None]] = {n: one.verify(n) for n in range(1, sizes + 1)}
+    runs["draft"] = draft
+    known = sorted({1, max(1, sizes // 2), sizes})
+    for rows in batches:
+        passes = passes_of(target, mode, rows=rows, nodes=sizes, strict=compile is True)
+        bench = _Bench(target, passes, rows, context, sizes, ())
+        runs |= {(rows, n): bench.verify(n) for n in known}
+    times: dict[Any, list[float]] = {key: [] for key in runs}
+    for _ in range(repeats + 1):
+        for key, run in runs.items():
+            times[key].append(_timed(run, target.device))
+    median = {key: statistics.median(found[1:]) for key, found in times.items()}  # the first round warms up
+    seconds = median[1]
+    # A model's first token comes from the pass over settled tokens, so that a chain of 5 takes 4 steps.
+    steps = DRAFTS - 1 if drafter.has_q else DRAFTS
+    by_batch = {rows: _between(known, [median[rows, n] / seconds for n in known]) for rows in batches}
+    return Costs(
+        seconds=seconds, v=tuple(median[n] / seconds for n in range(1, sizes + 1)), c=median["draft"] / steps / seconds,
+        by_batch=by_batch or None,
+    )  # fmt: skip
 
 
-def measure_costs(target: Target, drafter: Any, *, context: int, sizes: int, repeats: int = 7) -> Costs:
-    """Interleaved medians of target passes over 1 ... `sizes` positions and of one draft step, behind `context` cached tokens."""
-    generator = torch.Generator().manual_seed(0)
-    ids_1L = torch.randint(0, target.vocab_size, (1, context + sizes), generator=generator).to(target.device)
-    cache = target.new_cache(1, context + 2 * sizes)
-    positions = cache.stage(context)
-    mask = torch.ones(1, 1, context, context, dtype=torch.bool, device=target.device).tril()
-    out = target.forward(
-        ids_1L[:, :context], positions_BN=positions, mask_B1NS=mask, cache=cache, layer_ids=drafter.layer_ids, logits_to_keep=1
-    )
-    one = torch.tensor([context], device=target.device)
-    cache.commit(one)
-    session = drafter.start(target, 1, context + 2 * sizes)
-    session.observe(out.states_BNF, ids_1L[:, 1 : context + 1], one)
+class _Bench:
+    """Passes behind a filled cache that leave it as it was."""
 
-    def verify(n: int) -> Callable[[], None]:
-        tree = DraftTree.chain(ids_1L[:, context : context + n], torch.tensor([n]))
+    def __init__(self, target: Target, passes: Passes, rows: int, context: int, sizes: int, layer_ids: tuple[int, ...]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ids_BL = torch.randint(0, target.num_ids, (1, context + sizes), generator=generator).to(target.device).expand(rows, -1)
+        self._cache = target.new_cache(rows, context + 2 * sizes)
+        self._passes, self._context, self._layer_ids = passes, context, layer_ids
+        positions_BL = self._cache.stage(context)
+        mask = target.prompt_masks(self._cache, positions_BL)
+        out = target.forward(
+            self.ids_BL[:, :context], positions_BN=positions_BL, mask=mask, cache=self._cache, layer_ids=layer_ids, logits_to_keep=1
+        )
+        self.states_BNF = out.states_BNF
+        self._cache.commit(torch.full((rows,), context, device=target.device))
+
+    def verify(self, n: int) -> Callable[[], None]:
+        ids_BN = self.ids_BL[:, self._context : self._context + n]
+        target = self._passes.of(*ids_BN.shape)
+        line_BNN = torch.ones(n, n, dtype=torch.bool, device=ids_BN.device).tril().expand(len(ids_BN), n, n)
 
         def run() -> None:
-            positions = cache.stage(n)
-            visible = None if n == 1 else cache.visible(ancestors(tree.parents_BN))
-            target.forward(tree.tokens_BN, positions_BN=positions, mask_B1NS=visible, cache=cache, layer_ids=drafter.layer_ids)
-            cache.discard()
+            positions_BN = self._cache.stage(n)
+            mask = target.masks(self._cache, line_BNN)
+            target.forward(ids_BN, positions_BN=positions_BN, mask=mask, cache=self._cache, layer_ids=self._layer_ids)
+            self._cache.discard()
 
         return run
 
-    committed = [ids_1L[0, : context + 1].tolist()]
-    runs = {n: verify(n) for n in range(1, sizes + 1)}
-    times: dict[Any, list[float]] = {key: [] for key in (*runs, "draft")}
-    for _ in range(repeats + 1):
-        for n, run in runs.items():
-            times[n].append(_timed(run, target.device))
-        times["draft"].append(_timed(lambda: _draft(session, committed), target.device) / 4)
-    median = {key: statistics.median(found[1:]) for key, found in times.items()}  # the first round warms up
-    return Costs(seconds=median[1], v=tuple(median[n] / median[1] for n in runs), c=median["draft"] / median[1])
 
-
-def _draft(session: Any, committed: Sequence[Sequence[int]]) -> None:
-    from spectrain.decoding.shapes import Chain
-
-    # A chain of 5 takes 4 steps of the head; the first token comes from the pass over settled tokens.
-    session.propose(committed, Chain(5))
-    session.rewind()
+def _between(known: Sequence[int], values: Sequence[float]) -> tuple[float, ...]:
+    """Values at 1 ... the last known size, linear in between."""
+    found = []
+    for n in range(1, known[-1] + 1):
+        right = next(i for i, k in enumerate(known) if k >= n)
+        left = max(0, right - 1)
+        share = (n - known[left]) / (known[right] - known[left]) if right > left else 0.0
+        found.append(values[left] + share * (values[right] - values[left]))
+    return tuple(found)
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> float:

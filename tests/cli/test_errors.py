@@ -151,7 +151,7 @@ def test_head_of_another_target_is_measured(
 def test_drafter_without_its_head_is_a_traceback(project: Path, cli: Cli) -> None:
     target = ["--target", project / "target"]
     assert "drafter head needs --head FOLDER" in message(cli("generate", "w9", *target, "--drafter", "head"))
-    assert "drafter 'suffix' is unknown; choose head, ngram or none" in message(cli("generate", "w9", *target, "--drafter", "suffix"))
+    assert "drafter 'oracle' is unknown; choose head, ngram, suffix, none" in message(cli("generate", "w9", *target, "--drafter", "oracle"))
     assert "dtype 'float8' is unknown" in message(cli("generate", "w9", *target, "--dtype", "float8"))
 
 

@@ -270,7 +270,7 @@ def test_useless_prompt_is_taken(target: Target, prompts, message: str) -> None:
 def test_settings_that_cannot_work_are_taken(target: Target) -> None:
     for settings, message in (
         ({"max_new_tokens": 0}, "max_new_tokens"), ({"seed": [1, 2]}, "2 seeds for 1 prompts"), ({"temperature": -1.0}, "out of range"),
-        ({"rule": "typical"}, "unknown"), ({"rule": "greedy", "temperature": 1.0}, "temperature 0"), ({"top_p": 0.0}, "out of range"),
+        ({"rule": "lottery"}, "unknown"), ({"rule": "greedy", "temperature": 1.0}, "temperature 0"), ({"top_p": 0.0}, "out of range"),
         ({"seed": 2**64}, "seed"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

@@ -11,11 +11,13 @@ import torch
 from spectrain.decoding import accept as accept_module
 from spectrain.decoding.accept import Accepted, follow
 from spectrain.decoding.generate import generate
+from spectrain.decoding.policies import Adaptive
 from spectrain.decoding.sampling import Coins, Sampling, draw, probabilities
 from spectrain.decoding.shapes import Chain, Tree
 from spectrain.decoding.tree import DraftTree
 from spectrain.drafters.from_head import HeadDrafter
 from spectrain.drafters.lookup import NGram
+from spectrain.drafters.small_model import SmallModel
 from spectrain.target.model import Target
 
 V, ROWS, PROMPT = 4, 3000, [1, 2, 1]
@@ -42,6 +44,8 @@ def exact(table: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def chi_square(target: Target, table: torch.Tensor, drafter, shape, **settings) -> float:
     settings = {"temperature": 1.0, **settings}
     rows = generate(target, [PROMPT] * ROWS, drafter=drafter, shape=shape, max_new_tokens=3, eos=None, seed=11, **settings).rows
+    assert drafter is None or sum(r.drafted for row in rows for r in row.rounds) > ROWS
+    settings = {name: value for name, value in settings.items() if name not in ("rule", "policy")}
     counts = torch.bincount(torch.tensor([a * V * V + b * V + c for a, b, c in (row.tokens for row in rows)]), minlength=CELLS).double()
     wanted = exact(table, Sampling(**settings)) * ROWS
     assert counts[wanted == 0].sum() == 0
@@ -79,9 +83,49 @@ def test_drafts_change_a_transformed_law(target: Target, table: torch.Tensor, sc
     assert chi_square(target, table, scripted(bush), Chain(10), **settings) < LIMIT
 
 
+BUSH = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+SAMPLED = [
+    ("rejection", Chain(2)), ("block", Chain(3)), ("auto", Chain(2)), ("multidraft", Tree.static(BUSH)), ("auto", Tree.static(BUSH)),
+    ("multidraft", Tree.static(BUSH, law="iid")), ("traversal", Tree.static(BUSH)), ("traversal", Tree.static(BUSH, law="iid")),
+    ("point_mass", Tree.static(BUSH)), ("point_mass", Tree.dynamic(2, 3, 5)), ("point_mass", Chain(2)), ("multidraft", Chain(2)),
+    ("traversal", Chain(3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.85}], ids=["t0.7", "top-p"])
+@pytest.mark.parametrize("rule, shape", SAMPLED, ids=[f"{r}-{s}-{s.law}" for r, s in SAMPLED])
+def test_rule_changes_the_law(target: Target, table: torch.Tensor, make_head, rule: str, shape, settings: dict) -> None:
+    """Every lossless rule, with drafts that a head drew from its own law, behind the whole generator."""
+    drafter = HeadDrafter(make_head(target, draft_vocab=3, layer_ids=(0, 1)))
+    assert chi_square(target, table, drafter, shape, rule=rule, **settings) < LIMIT
+
+
+@pytest.mark.parametrize("rule, shape, policy", [
+    ("block", Chain(3), "heuristic"), ("block", Chain(3), "confidence"), ("rejection", Chain(3), "confidence"), ("block", Chain(3), "ema"),
+    ("traversal", Tree.static(BUSH), "heuristic"), ("traversal", Tree.static(BUSH), "ema"),
+])  # fmt: skip
+def test_policy_changes_the_law(target: Target, table: torch.Tensor, make_head, rule: str, shape, policy: str) -> None:
+    drafter = HeadDrafter(make_head(target, draft_vocab=3, layer_ids=(0, 1)))
+    assert chi_square(target, table, drafter, shape, rule=rule, policy=Adaptive(policy)) < LIMIT
+
+
+def test_small_model_changes_the_law(target: Target, table: torch.Tensor, make_table_target) -> None:
+    other = SmallModel(make_table_target(table.flip(0)))
+    assert chi_square(target, table, other, Chain(2)) < LIMIT
+    assert chi_square(target, table, other, Tree.static(BUSH)) < LIMIT
+
+
+def test_typical_acceptance_keeps_the_law(target: Target, table: torch.Tensor, make_head) -> None:
+    """It is lossy, and this is how it is told from the others."""
+    drafter = HeadDrafter(make_head(target, draft_vocab=3, layer_ids=(0, 1)))
+    assert chi_square(target, table, drafter, Chain(2), rule="typical") > 3 * LIMIT
+
+
 def same_coin(self: Coins, nodes: int, role: str, draw: int = 0) -> torch.Tensor:
     """Keyed by the row alone: every node and every round gets the same number."""
-    return Coins.__wrapped_uniform__(Coins(self.seed_B, torch.zeros_like(self.length_B)), 1, role, draw).expand(-1, nodes)  # type: ignore[attr-defined]
+    return Coins.__wrapped_uniform__(Coins(self.seed_B, torch.zeros_like(self.length_B)), 1, role, draw).expand(
+        -1, nodes if isinstance(nodes, int) else nodes.shape[1]
+    )
 
 
 def coin_of_the_depth_only(self: Coins, nodes: int, role: str, draw: int = 0) -> torch.Tensor:

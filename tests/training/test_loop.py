@@ -227,7 +227,7 @@ def test_loss_is_not_that_of_the_targets_law(target: Target, samples: Samples, t
     again = fresh(target, samples)
     L, first = len(row.ids_L), row.mask_L.index(1)
     mask = torch.ones(1, 1, L, L, dtype=torch.bool).tril()
-    logits = target.forward(torch.tensor([row.ids_L]), positions_BN=torch.arange(L)[None], mask_B1NS=mask, cache=None).logits_BKV[0]
+    logits = target.forward(torch.tensor([row.ids_L]), positions_BN=torch.arange(L)[None], mask=mask, cache=None).logits_BKV[0]
     batch = type("B", (), {"ids_BL": one[0].ids_L[None], "mask_BL": one[0].mask_L[None], "states_BLF": one[0].states_LF[None]})
     with torch.no_grad():
         for k in range(3):
