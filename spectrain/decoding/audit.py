@@ -7,13 +7,13 @@ Legend: V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 
-from spectrain.decoding.generate import Result, generate, processing_of
-from spectrain.decoding.processors import Histories
+from spectrain.decoding.generate import Result, generate
+from spectrain.decoding.processors import Histories, Processing
 from spectrain.decoding.rows import end_ids
 from spectrain.target.model import Target
 
@@ -64,8 +64,13 @@ def greedy_audit(
     settings: those that `generate` was called with besides drafter, shape, policy and rule (max_new_tokens, penalties, ...). plain: an
     earlier plain run with them; made anew when absent. tie: largest gap, in logits, that rounding explains in float32.
     """
+    odd = sorted(set(settings) & {"drafter", "shape", "policy", "rule", "seed", "top_p", "top_k", "min_p"})
+    if odd or settings.get("temperature", 0.0) != 0:
+        raise ValueError(f"plain greedy decoding has no {', '.join(odd) or 'temperature'}; leave it out")
     if plain is None:
         plain = generate(target, prompts, **settings)
+    if not len(prompts) == len(result.rows) == len(plain.rows):
+        raise ValueError(f"{len(prompts)} prompts, {len(result.rows)} answers and {len(plain.rows)} plain ones; pass those of one call")
     differences = []
     for row, (found, wanted) in enumerate(zip(result.rows, plain.rows, strict=True)):
         difference = first_difference(target, target.encode(prompts[row]), found.tokens, wanted.tokens, row=row, tie=tie, **settings)
@@ -99,7 +104,8 @@ def logit_gap(
     positions_1L = torch.arange(ids_1L.shape[1], device=target.device)[None]
     out = target.forward(ids_1L, positions_BN=positions_1L, mask=None, cache=None, logits_to_keep=1)
     logits_11V = out.logits_BKV[..., : target.num_ids].float()
-    processing = processing_of(settings)
+    names = {f.name for f in fields(Processing)}
+    processing = Processing(**{name: value for name, value in settings.items() if name in names and value is not None})
     if processing.active:
         ends = frozenset() if settings.get("ignore_eos") else end_ids(settings.get("eos", "auto"), target)
         histories = Histories(processing, [list(prompt)], vocab_size=logits_11V.shape[-1], eos_ids=ends, device=target.device)

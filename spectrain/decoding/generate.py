@@ -10,17 +10,18 @@ F width of the states that the drafter reads.
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from spectrain.decoding.accept import Accepted, accept, resolve_rule
+from spectrain.decoding.accept import Accepted, accept, law_of_rule, resolve_rule
 from spectrain.decoding.drafter import Drafter, DraftSession, Round
 from spectrain.decoding.policies import Adaptive, PolicySession
 from spectrain.decoding.processors import Histories, Processing
 from spectrain.decoding.rows import Row, StepRecord, Stream, coins_of, end_ids, root_tokens, rows_of, stop_strings
+from spectrain.decoding.rules import used_nodes
 from spectrain.decoding.sampling import Sampling, probabilities
 from spectrain.decoding.shapes import Chain, Shape, resolve_law, trimmed
 from spectrain.decoding.stops import FinishReason
@@ -28,11 +29,6 @@ from spectrain.decoding.tree import DraftTree, Law, ancestors
 from spectrain.target.cache import SlabCache
 from spectrain.target.model import Target
 from spectrain.target.passes import Mode, Passes, choose, passes_of
-
-RULE_LAWS: dict[str, tuple[Law, Law]] = {  # the law that a named rule wants of a shape with law="auto": of a chain, of a tree
-    "rejection": ("iid", "iid"), "block": ("iid", "iid"), "multidraft": ("iid", "without_replacement"),
-    "traversal": ("iid", "without_replacement"), "point_mass": ("point_mass", "point_mass"), "typical": ("point_mass", "point_mass"),
-}  # fmt: skip
 
 
 @dataclass
@@ -105,22 +101,24 @@ def generate(
     (row b gets a seed derived from it and b; row 0 the int itself) or one per prompt. stream(row, tokens, text) is called with
     committed tokens only. compile: how the passes after the prompt's are made (target/passes.py). An answer that would pass the
     model's length limit ends there with reason "length". Raises ValueError for settings or prompts that cannot work.
+
+    A row's answer is the one it gets alone with its seed, up to rounding (float32 passes of other sizes round otherwise) and but for
+    policies that look at the batch (decoding/policies.py). A target serves one call at a time: its hooks are not shared by threads.
     """
     started = time.perf_counter()
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    processing = processing_of({
-        "repetition_penalty": repetition_penalty, "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
-        "min_new_tokens": min_new_tokens, "banned_tokens": banned_tokens, "forced_tokens": forced_tokens,
-        "logits_processors": logits_processors,
-    })  # fmt: skip
-    shape = shape or Chain(5)
-    law, rule = settle(rule, shape, temperature=temperature, has_q=drafter is not None and drafter.has_q)
+    processing = Processing(
+        repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
+        min_new_tokens=min_new_tokens, banned_tokens=banned_tokens, forced_tokens=forced_tokens or {}, logits_processors=logits_processors,
+    )  # fmt: skip
+    shape = Chain(5) if shape is None else shape
+    _check_parts(target, drafter, shape, policy, processing)
+    law, rule = law_and_rule(rule, shape, temperature=temperature, drafter=drafter)
     ends = frozenset() if ignore_eos else end_ids(eos, target)
     rows = rows_of(target, prompts, ends=ends, stop=stop_strings(stop), max_new_tokens=max_new_tokens, seed=seed)
     if not rows:
         return Result(rows=[], seconds=0.0, rule=rule, law=law)
-    if shape.depth == 0:
-        drafter = None
+    drafter = drafter if shape.depth else None
     nodes = 1 + shape.budget if drafter else 1
     # Twice the nodes: a row may end with a whole block accepted and then wait in the batch through further rounds.
     max_length = max(row.prompt_length + row.stop.max_new_tokens for row in rows) + 2 * nodes
@@ -148,20 +146,30 @@ def generate(
     return Result(rows=results, seconds=time.perf_counter() - started, rule=rule, law=law, mode=passes.mode)
 
 
-def processing_of(settings: Mapping[str, Any]) -> Processing:
-    """The logit processors among the settings of `generate`."""
-    names = {f.name for f in fields(Processing)}
-    given = {name: value for name, value in settings.items() if name in names and value is not None}
-    containers = {"banned_tokens": tuple, "forced_tokens": dict, "logits_processors": tuple}
-    return Processing(**{name: containers.get(name, lambda v: v)(value) for name, value in given.items()})
+def _check_parts(target: Target, drafter: Any, shape: Any, policy: Any, processing: Processing) -> None:
+    """ValueError for arguments of the wrong kind, before anything runs."""
+    if drafter is not None and (not hasattr(drafter, "start") or isinstance(drafter, type)):
+        raise ValueError(f"drafter must be None, a head, or a drafter such as st.NGram(), found {drafter!r}")
+    if not isinstance(shape, Shape):
+        raise ValueError(f"shape must be st.Chain(...) or st.Tree....(...), found {shape!r}")
+    if policy is not None and not isinstance(policy, Adaptive):
+        raise ValueError(f"policy must be None or st.Adaptive(...), found {policy!r}")
+    if policy is not None and policy.kind == "confidence" and drafter is not None and not drafter.has_q:
+        raise ValueError(f"policy 'confidence' reads draft probabilities, {type(drafter).__name__} has none; use 'heuristic' or 'ema'")
+    unknown = [i for i in processing.forced_tokens.values() if i >= target.num_ids]
+    if unknown:
+        raise ValueError(f"forced_tokens holds id {unknown[0]}, the tokenizer of {target.name} ends at {target.num_ids - 1}")
 
 
-def settle(rule: str, shape: Shape, *, temperature: float, has_q: bool) -> tuple[Law, str]:
+def law_and_rule(rule: str, shape: Shape, *, temperature: float, drafter: Drafter | None) -> tuple[Law, str]:
     """The draft law and the verification rule that `auto` stands for; ValueError when they do not fit each other."""
-    if shape.law == "auto" and rule in RULE_LAWS and temperature > 0 and (has_q or rule in ("point_mass", "typical")):
-        law = RULE_LAWS[rule][0 if shape.is_chain else 1]
-    else:
-        law = resolve_law(shape, temperature=temperature, has_q=has_q)
+    if drafter is None:  # a root alone fits every rule
+        resolve_rule(rule, temperature=temperature, law=law_of_rule(rule, is_chain=True) or "point_mass", is_chain=True)
+        return "point_mass", resolve_rule("auto", temperature=temperature, law="point_mass", is_chain=True)
+    wanted = law_of_rule(rule, is_chain=shape.is_chain)
+    if shape.law == "auto" and wanted is not None:
+        shape = replace(shape, law=wanted)  # the shape itself refuses laws that it cannot have
+    law = resolve_law(shape, temperature=temperature, has_q=drafter.has_q)
     return law, resolve_rule(rule, temperature=temperature, law=law, is_chain=shape.is_chain)
 
 
@@ -216,11 +224,12 @@ def _round(run: _Run, batch: _Batch) -> None:
         after_BK = tree.tokens_BN.gather(1, node_BK.roll(-1, dims=1)).scatter(1, accepted.length_B[:, None], accepted.next_B[:, None])
         if batch.session is not None:
             batch.session.observe(_picked(out.states_BNF, node_BK), after_BK, count_B)
-    used_BN = torch.arange(tree.width, device=device) < tree.num_B[:, None]
-    num, deep, length, new = (t.tolist() for t in (tree.num_B, (depth_BN * used_BN).amax(-1), accepted.length_B, after_BK))
+    deep_B = (depth_BN * used_nodes(tree)).amax(-1)
+    num, deep, length, new = (t.tolist() for t in (tree.num_B, deep_B, accepted.length_B, after_BK))
     going = [row.reason is None for row in batch.rows]
+    with clock("commit"):
+        kept = _keep(run, batch, [new[b][: length[b] + 1] for b in range(len(new))])
     share = {phase: s / sum(going) for phase, s in clock.seconds.items()}
-    kept = _keep(run, batch, [new[b][: length[b] + 1] for b in range(len(new))])
     for b, row in enumerate(batch.rows):
         if going[b]:
             row.rounds.append(StepRecord(num[b] - 1, length[b], len(kept[b]), share, depth=deep[b], nodes=tree.width))
@@ -254,10 +263,10 @@ def _verdict(run: _Run, batch: _Batch, logits_BNV: Tensor, tree: DraftTree, line
     V, num_ids = logits_BNV.shape[-1], run.target.num_ids
     if num_ids < V:
         logits_BNV = logits_BNV.masked_fill(torch.arange(V, device=logits_BNV.device) >= num_ids, float("-inf"))
+    if bool(logits_BNV.amax(-1).isnan().any()):
+        raise ValueError(f"{run.target.name} gives NaN for a logit; try dtype='float32', or look at the weights")
     if batch.histories is not None:
-        device = logits_BNV.device
-        used_BN = torch.arange(tree.width, device=device) < tree.num_B[:, None]
-        needed_BN = used_BN & batch.active(device)[:, None]
+        needed_BN = used_nodes(tree) & batch.active(logits_BNV.device)[:, None]
         logits_BNV = batch.histories.apply(logits_BNV, tree.tokens_BN, line_BNN, needed_BX=needed_BN)
     return accept(probabilities(logits_BNV, run.sampling), tree, run.rule, coins_of(batch.rows, logits_BNV.device))
 

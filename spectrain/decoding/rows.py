@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -70,19 +70,28 @@ def root_tokens(rows: Sequence[Row], device: torch.device) -> Tensor:
 
 
 def end_ids(eos: str | int | Iterable[int] | None, target: Target) -> frozenset[int]:
-    """Ids that end an answer; "auto": those of the target."""
+    """Ids that end an answer; "auto": those of the target. ValueError for what is no id of the target."""
     if eos is None:
         return frozenset()
-    if isinstance(eos, str):
-        if eos != "auto":
-            raise ValueError(f"eos must be 'auto', None, an id or a list of ids, found {eos!r}")
+    if eos == "auto":
         return frozenset(target.eos_ids)
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    listed = list(eos) if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos]
+    wrong = [i for i in listed if not _is_id(i, target.vocab_size)]
+    if wrong:
+        needed = f"'auto', None (no end), an id or a list of ids in 0..{target.vocab_size - 1}"
+        raise ValueError(f"eos must be {needed}, found {wrong[0]!r}")
+    return frozenset(int(i) for i in listed)
+
+
+def _is_id(value: Any, size: int) -> bool:
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and 0 <= int(value) < size
 
 
 def stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
     """Stop strings as a tuple; an empty one is refused."""
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not all(isinstance(s, str) for s in strings):
+        raise ValueError(f"stop must be a string or a list of strings, found {stop!r}")
     if not all(strings):
         raise ValueError("a stop string is empty: it would end every answer at once; leave it out")
     return strings
@@ -90,11 +99,12 @@ def stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
 
 def seeds_of(seed: int | Sequence[int], rows: int) -> list[int]:
     """A seed for each row: derived from an int, or as given."""
-    seeds = [seed] if isinstance(seed, int) else [int(s) for s in seed]
-    if not all(-(2**63) <= s < 2**63 for s in seeds):
-        raise ValueError(f"seeds must fit into 64 bits with sign, found {seed}")
-    if isinstance(seed, int):
-        return [row_seed(seed, b) for b in range(rows)]
+    listed = list(seed) if isinstance(seed, Iterable) else [seed]
+    if not all(isinstance(s, SupportsIndex) and -(2**63) <= int(s) < 2**63 for s in listed):
+        raise ValueError(f"seeds must be integers that fit into 64 bits with sign, found {seed!r}")
+    seeds = [int(s) for s in listed]
+    if not isinstance(seed, Iterable):
+        return [row_seed(seeds[0], b) for b in range(rows)]
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds for {rows} prompts; pass one seed, or one a prompt")
     return seeds
@@ -104,13 +114,16 @@ def rows_of(
     target: Target, prompts: Sequence[Any], *, ends: frozenset[int], stop: tuple[str, ...], max_new_tokens: int, seed: int | Sequence[int]
 ) -> list[Row]:
     """A row for each prompt; ValueError for a prompt that cannot be answered."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, dict))):
+    prompts = _listed(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, float, dict))):
         raise ValueError("prompts must be a list of prompts (texts, chats or lists of ids); for one prompt pass [prompt]")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+    if not isinstance(max_new_tokens, SupportsIndex) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be an integer of at least 1, found {max_new_tokens!r}")
     seeds = seeds_of(seed, len(prompts))
     rows = []
-    for b, prompt in enumerate(prompts):
+    for b, prompt in enumerate(map(_listed, prompts)):
+        if not isinstance(prompt, str) and not all(isinstance(i, (SupportsIndex, dict)) for i in prompt):
+            raise ValueError(f"prompt {b} must be a text, a chat (list of messages) or a list of ids, found {str(prompt)[:80]}")
         ids = target.encode(prompt)
         if not ids:
             raise ValueError(f"prompt {b} has no tokens; a prompt needs at least one")
@@ -121,6 +134,11 @@ def rows_of(
         if not 0 <= min(ids) <= max(ids) < target.vocab_size:
             raise ValueError(f"prompt {b} holds ids outside 0..{target.vocab_size - 1}; was it made by another tokenizer?")
         limit = min(max_new_tokens, target.max_length - len(ids))
-        rule = StopRule(eos_ids=ends, stop=stop, max_new_tokens=limit, decode=target.tokenizer.decode)
+        rule = StopRule(eos_ids=ends, stop=stop, max_new_tokens=limit, decode=target.tokenizer.decode, byte_ids=target.byte_ids)
         rows.append(Row(index=b, ids=ids, prompt_length=len(ids), seed=seeds[b], stop=rule, stream=TextStream(rule)))
     return rows
+
+
+def _listed(value: Any) -> Any:
+    """Tensors and arrays as lists, everything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value

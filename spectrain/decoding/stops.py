@@ -11,23 +11,32 @@ Decode = Callable[[Sequence[int]], str]
 @dataclass(frozen=True)
 class StopRule:
     """eos_ids: ids that end an answer (the id itself is kept). stop: strings that end it (tokens up to the one that completes the
-    string are kept, the text ends before the string). max_new_tokens: limit."""
+    string are kept, the text ends before the string). max_new_tokens: limit. byte_ids: tokens of single bytes, whose text may change with
+    the next one."""
 
     eos_ids: frozenset[int]
     stop: tuple[str, ...]
     max_new_tokens: int
     decode: Decode
+    byte_ids: frozenset[int] = frozenset()
 
     def cut(self, done: list[int], new: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """Of the `new` tokens after the `done` ones: those to keep, and why the answer ends with them (None: it goes on)."""
+        watch = bool(self.stop) and self._may_stop(done, new)
         for k, token in enumerate(new):
             if token in self.eos_ids:
                 return list(new[: k + 1]), "stop"
-            if self.stop and self.find_stop([*done, *new[: k + 1]]) is not None:
+            if watch and self.find_stop([*done, *new[: k + 1]]) is not None:
                 return list(new[: k + 1]), "stop"
             if len(done) + k + 1 >= self.max_new_tokens:
                 return list(new[: k + 1]), "length"
         return list(new), None
+
+    def _may_stop(self, done: list[int], new: Sequence[int]) -> bool:
+        """Whether a stop string stands in the text's end; a token has at least one character, but for a few that have none."""
+        tail = 2 * max(map(len, self.stop)) + 16
+        text = self.decode([*done[-tail:], *new])
+        return any(s in text for s in self.stop)
 
     def find_stop(self, tokens: Sequence[int]) -> int | None:
         """Character at which the first stop string begins in the text of `tokens`, or None."""
@@ -51,7 +60,10 @@ class TextStream:
 
     def push(self, tokens: Sequence[int], *, final: bool) -> str:
         """The text that has become certain since the last call."""
-        text = self._rule.text(tokens)
+        certain = len(tokens)
+        while not final and certain and tokens[certain - 1] in self._rule.byte_ids:
+            certain -= 1  # an unfinished character spoils a whole run of bytes
+        text = self._rule.text(tokens[:certain])
         if not final:
             text = text.rstrip("\ufffd")
             held = max((n for s in self._rule.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)

@@ -4,12 +4,14 @@ Decoding is one pass over 1 to about 100 positions at a time and should cost wha
 way. BLAS copies a weight matrix into its own order at every call with more than about three rows; a matrix that is kept in blocks of
 output columns needs no copy. And a model of 30 layers calls a thousand small operations; layers that are compiled call fewer.
 
-Both work on a copy of the modules that shares the weights: the target itself stays as it was loaded.
+Both work on a copy of the modules that shares the parameters: the target itself stays as it was loaded. The blocks are a second copy of
+the weights; target/passes.py makes them anew when a weight has changed.
 
-Legend: B rows, N nodes, X = B * N, H width, K inputs, O outputs, C = O / BLOCK blocks, G key heads, S slots, D head size.
+Legend: B rows, N nodes, X = B * N, H width, K inputs, C blocks of W = BLOCK outputs, G key heads, S slots, D head size.
 """
 
 import copy
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,22 +28,23 @@ CHUNK = 10  # most layers compiled as one: with more of them a pass gains little
 class BlockedLinear(nn.Module):
     """A linear layer with a second copy of its weight in blocks of output columns; memory is twice the layer's."""
 
-    blocks_CKX: Tensor
+    blocks_CKW: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         outputs, inputs = linear.weight.shape
         self.weight, self.bias = linear.weight, linear.bias
-        blocks_CKX = linear.weight.view(outputs // BLOCK, BLOCK, inputs).transpose(1, 2).contiguous()
-        self.register_buffer("blocks_CKX", blocks_CKX, persistent=False)
+        blocks_CKW = linear.weight.view(outputs // BLOCK, BLOCK, inputs).transpose(1, 2).contiguous()
+        self.register_buffer("blocks_CKW", blocks_CKW, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The product [..., outputs] of x [..., inputs]."""
         X, K = x.shape[:-1].numel(), x.shape[-1]
         if X == 1:  # a matrix times a vector needs no blocks
             return F.linear(x, self.weight, self.bias)
-        C = self.blocks_CKX.shape[0]
-        y_CXO = torch.bmm(x.reshape(1, X, K).expand(C, X, K), self.blocks_CKX)
-        y = y_CXO.transpose(0, 1).reshape(*x.shape[:-1], C * BLOCK)
+        C = self.blocks_CKW.shape[0]
+        y_CXW = torch.bmm(x.reshape(1, X, K).expand(C, X, K), self.blocks_CKW)
+        y = y_CXW.transpose(0, 1).reshape(*x.shape[:-1], C * BLOCK)
         return y if self.bias is None else y + self.bias
 
 
@@ -67,17 +70,29 @@ def compiled(model: nn.Module, layers: nn.ModuleList, kinds: Sequence[str], cach
     """
     out, marks = shared_copy(model), Marks()
     own = next(m for m, original in zip(out.modules(), model.modules(), strict=True) if original is layers)
-    region = torch.compile(_region, fullgraph=True, options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe})
+    regions: dict[tuple[str, int], Any] = {}
     members = list(own)
     for first, size in chunks(kinds):
         for local, layer in enumerate(members[first : first + size]):
             for module in layer.modules():
                 if hasattr(module, "layer_idx"):
                     module.layer_idx = local  # equal in every chunk, else each would be compiled anew
-        chunk = _Chunk(region, members[first : first + size], first, f"{kinds[first]} {size}", cache_keyword, marks)
+        form = (kinds[first], size)
+        regions[form] = regions.get(form) or _compiled_region()
+        chunk = _Chunk(regions[form], members[first : first + size], first, cache_keyword, marks)
         for local in range(size):
             own[first + local] = _Member(chunk, local)
     return out, marks
+
+
+def _compiled_region() -> Any:
+    """`_region` compiled, for the chunks of one form of one model.
+
+    Guards on modules are off, since checking hundreds of them costs more than compiling wins; nothing may then share the function but
+    chunks that differ in their tensors alone. The compiler keeps what it made by code object, hence a code object for each.
+    """
+    own = types.FunctionType(_region.__code__.replace(), _region.__globals__)
+    return torch.compile(own, fullgraph=True, options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe})
 
 
 class Marks:
@@ -125,10 +140,10 @@ class _Slabs:
 
 
 def _region(
-    layers: Sequence[nn.Module], form: str, hidden_BNH: Tensor, mask_B1NS: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor],
+    layers: Sequence[nn.Module], hidden_BNH: Tensor, mask_B1NS: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor],
     slots_BN: Tensor, cache_keyword: str, kwargs: dict[str, Any],
 ) -> list[Tensor]:  # fmt: skip
-    """A chunk's layers one after the other; `form` keeps chunks of unlike layers apart, since guards on modules are off."""
+    """A chunk's layers one after the other; returns the output [B, N, H] of each."""
     cache = _Slabs(keys, values, slots_BN, mask_B1NS.shape[-1])
     out = []
     for layer in layers:
@@ -139,26 +154,23 @@ def _region(
 
 
 class _Chunk:
-    def __init__(self, region: Any, layers: list[nn.Module], first: int, form: str, cache_keyword: str, marks: Marks) -> None:
-        self._region, self._layers, self._first, self._form, self._cache_keyword = region, layers, first, form, cache_keyword
-        self._marks = marks
+    def __init__(self, region: Any, layers: list[nn.Module], first: int, cache_keyword: str, marks: Marks) -> None:
+        self._region, self._layers, self._first, self._cache_keyword, self._marks = region, layers, first, cache_keyword, marks
         self.outputs: list[Tensor] = []
 
     def run(self, hidden_BNH: Tensor, kwargs: dict[str, Any]) -> None:
+        self.outputs = []  # an earlier pass may have failed half-way
         cache: SlabCache = kwargs.pop(self._cache_keyword)
         mask = kwargs.pop("attention_mask")
-        keys, values = cache.separate()
         part = slice(self._first, self._first + len(self._layers))
-        keys, values = keys[part], values[part]
+        keys, values = (side[part] for side in cache.separate())
         if self._marks.on:
             for t in (hidden_BNH, cache.slots_BN, kwargs.get("position_ids"), *(kwargs.get("position_embeddings") or ())):
                 self._marks.mark(t, 0, 1)
             for t in (*keys, *values):
                 self._marks.mark(t, 0, 2)
             self._marks.mark(mask, 0, 2, 3)
-        self.outputs = self._region(
-            self._layers, self._form, hidden_BNH, mask, keys, values, cache.slots_BN, self._cache_keyword, kwargs
-        )
+        self.outputs = self._region(self._layers, hidden_BNH, mask, keys, values, cache.slots_BN, self._cache_keyword, kwargs)
 
 
 class _Member(nn.Module):
@@ -175,7 +187,8 @@ class _Member(nn.Module):
             return getattr(self._chunk._layers[self._local], name)
 
     def forward(self, hidden_BNH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        assert not args, "transformers passes all but the hidden states by name"
+        if args:
+            raise RuntimeError("its layers take more than the hidden states by position")
         if self._local == 0:
             self._chunk.run(hidden_BNH, kwargs)
         out = self._chunk.outputs[self._local]

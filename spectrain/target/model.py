@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,6 +90,11 @@ class Target:
         return tuple(sorted({i for i in (*listed, self.tokenizer.eos_token_id) if i is not None}))
 
     @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Tokens that stand for single bytes, as tokenizers with byte fallback have them."""
+        return frozenset(i for token, i in self.tokenizer.get_vocab().items() if re.fullmatch(r"<0x[0-9A-F]{2}>", token))
+
+    @cached_property
     def layers(self) -> nn.ModuleList:
         """The decoder layers, the one module list that has as many members as the config says."""
         decoder = self.model.get_decoder()  # without the vision tower, where there is one
@@ -114,8 +120,8 @@ class Target:
         return int(self.config.sliding_window) if "sliding_attention" in self.kinds else None
 
     @cached_property
-    def copies(self) -> "dict[str, Target]":
-        """Lean copies of this target made so far, by mode (target/passes.py)."""
+    def copies(self) -> dict[str, Any]:
+        """Lean copies of this target made so far, by mode, and of which state of it (target/passes.py)."""
         return {}
 
     def check_kind(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from spectrain.target.cache import SlabCache
 from spectrain.target.lean import Marks, blocked, compiled
 from spectrain.target.model import Masks, Target
 
@@ -31,16 +32,17 @@ class CompiledTarget(Target):
     marks: Marks = dataclasses.field(default_factory=Marks)
     ready: set[tuple[bool, bool]] = dataclasses.field(default_factory=set)
 
-    def masks(self, cache: "object", line_BNM: Tensor) -> Masks:
+    def masks(self, cache: SlabCache, line_BNM: Tensor) -> Masks:
         """As for any target, but never None: the compiled function reads the number of slots from the mask."""
-        return self.by_kind(lambda window: cache.visible(line_BNM, window))  # type: ignore[attr-defined]
+        return self.by_kind(lambda window: cache.visible(line_BNM, window))
 
     @torch.inference_mode()
     def prepare(self, twin: Target, *, rows: bool, nodes: bool) -> None:
         """Compile for one or many rows and nodes; RuntimeError when the result is not the twin's."""
         if (rows, nodes) in self.ready:
             return
-        B, N, context = 3 if rows else 1, 7 if nodes else 1, 19  # sizes that are equal nowhere, so that none is taken for another
+        B, N = 3 if rows else 1, 7 if nodes else 1
+        context = max(1, min(19, self.max_length - N))  # sizes that are equal nowhere, so that none is taken for another
         ids_BL = torch.arange(context + N, device=self.device).expand(B, -1) % self.num_ids
         logits = []
         for target in (twin, self):
@@ -63,14 +65,19 @@ class CompiledTarget(Target):
 
 
 def choose(target: Target, compile: bool | Literal["auto"], *, rows: int, nodes: int, passes: int) -> Mode:
-    """The mode for a generation of about `passes` passes; from the call alone, so that a call repeated is the same call.
+    """The mode for a generation of about `passes` passes; from call and machine alone, so that a call repeated is the same call.
 
     True: compiled; False: eager; "auto": compiled where the run is long enough to repay it, blocked where products of several rows
-    are made at all and memory holds the second copy of the weights.
+    are made at all and memory holds the second copy of the weights. ValueError for True where nothing can be compiled yet.
     """
-    if compile not in (True, False, "auto"):
+    if not (isinstance(compile, bool) or compile == "auto"):
         raise ValueError(f"compile must be True, False or 'auto', found {compile!r}")
-    if target.device.type != "cpu" or target.model.dtype != torch.float32 or compile is False:
+    if compile is False:
+        return "eager"
+    dtype = str(target.model.dtype).removeprefix("torch.")
+    if target.device.type != "cpu" or dtype != "float32":
+        if compile is True:
+            raise ValueError(f"compile=True is for float32 on a cpu, {target.name} is {dtype} on {target.device.type}; use compile='auto'")
         return "eager"
     if compile is True:
         return "compiled"
@@ -100,6 +107,7 @@ class Passes:
     forms: frozenset[tuple[bool, bool]] = frozenset()
 
     def of(self, rows: int, nodes: int) -> Target:
+        """The target for a pass over so many rows and nodes."""
         return self.main if (rows > 1, nodes > 1) in self.forms else self.rest
 
 
@@ -110,6 +118,10 @@ def passes_of(target: Target, mode: Mode, *, rows: int, nodes: int, strict: bool
     """
     if mode == "eager":
         return Passes(mode, target, target)
+    state = _state(target)
+    if target.copies.get("state") != state:  # weights were trained, merged, loaded anew, or modules were exchanged
+        target.copies.clear()
+        target.copies["state"] = state
     if "blocked" not in target.copies:
         target.copies["blocked"] = dataclasses.replace(target, model=blocked(target.model))
     twin = target.copies["blocked"]
@@ -118,7 +130,7 @@ def passes_of(target: Target, mode: Mode, *, rows: int, nodes: int, strict: bool
     forms = frozenset((rows > 1, many) for many in {False, nodes > 1})
     try:
         return Passes(mode, _compiled(target, twin, forms), twin, forms)
-    except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+    except Exception as error:  # a compiler, and models it was not made for, raise anything
         reason = " ".join(str(error).split("\n")[:2]).strip()
         if strict:
             raise ValueError(f"{target.name} cannot be compiled here ({reason}); use compile=False or compile='auto'") from error
@@ -139,11 +151,17 @@ def _compiled(target: Target, twin: Target, forms: frozenset[tuple[bool, bool]])
     return found
 
 
+def _state(target: Target) -> tuple[object, ...]:
+    """What changes when a module or a weight of the model does."""
+    modules = tuple(id(m) for m in target.model.modules())
+    return modules, tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in target.model.parameters())
+
+
 def _roomy(target: Target) -> bool:
-    """Whether twice the linear weights still fit into free memory."""
+    """Whether a second copy of the linear weights takes less than a quarter of the machine's memory."""
     weights = sum(m.weight.numel() for m in target.model.modules() if type(m) is torch.nn.Linear) * 4
     try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):  # not every system tells
         return False
-    return 2 * weights < free
+    return 4 * weights < memory

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, TopKLogitsWarper
@@ -146,3 +147,68 @@ def test_processor_list_is_ignored_when_sampling(target: Target) -> None:
         target, PROMPTS, temperature=1.0, logits_processors=one, max_new_tokens=12, eos=None, drafter=NGram(), shape=Chain(3)
     )
     assert tokens(found) == tokens(generate(target, PROMPTS, max_new_tokens=12, eos=None))
+
+
+def test_ranks_left_out_bias_the_law(target: Target, make_head, monkeypatch) -> None:
+    """The second of two draws was not drawn from q without the first: such a tree is a point mass, or refused before any pass."""
+    head, gaps = HeadDrafter(make_head(target)), Tree.static([[1], [2], [1, 0]])
+    auto = generate(target, PROMPTS, drafter=head, shape=gaps, temperature=1.0, max_new_tokens=4)
+    assert (auto.law, auto.rule) == ("point_mass", "point_mass")
+    monkeypatch.setattr(Target, "forward", None)
+    for rule in ("traversal", "multidraft"):
+        with pytest.raises(ValueError, match="rank"):
+            generate(target, PROMPTS, drafter=head, shape=gaps, rule=rule, temperature=1.0)
+        with pytest.raises(ValueError, match="point_mass"):
+            generate(target, PROMPTS, drafter=head, shape=Tree.dynamic(2, 2, 3), rule=rule, temperature=1.0, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"eos": -1}, "eos must be 'auto', None .no end., an id"), ({"eos": [1, 10**6]}, "found 1000000"),
+    ({"eos": ["<end>"]}, "found '<end>'"),
+    ({"drafter": "ngram"}, "st.NGram"), ({"drafter": NGram}, "st.NGram"), ({"shape": 5}, "st.Chain"), ({"policy": "ema"}, "st.Adaptive"),
+    ({"stop": [5]}, "stop must be a string"), ({"seed": 1.5}, "seeds must be integers"), ({"seed": None}, "seeds must be integers"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens"), ({"forced_tokens": {0: 500}}, "forced_tokens"), ({"compile": 1}, "compile must be"),
+    ({"policy": Adaptive("confidence"), "drafter": NGram()}, "NGram has none; use 'heuristic' or 'ema'"),
+], ids=str)  # fmt: skip
+def test_argument_of_another_kind_ends_in_a_traceback(target: Target, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(target, PROMPTS, **{"drafter": NGram(), "shape": Chain(2), "max_new_tokens": 3, **settings})
+
+
+def test_prompts_of_another_kind_are_misread(target: Target) -> None:
+    wanted = tokens(generate(target, [[5, 6], [7, 8]], max_new_tokens=3))
+    assert tokens(generate(target, torch.tensor([[5, 6], [7, 8]]), max_new_tokens=3)) == wanted
+    assert tokens(generate(target, [torch.tensor([5, 6]), np.array([7, 8])], max_new_tokens=3)) == wanted
+    for prompts in (5, None, [5.5], [[1.7, 2]], "w5 w6", torch.tensor([5, 6])):
+        with pytest.raises(ValueError, match="prompt"):
+            generate(target, prompts, max_new_tokens=3)
+
+
+def test_nan_is_decoded(make_target) -> None:
+    target = make_target()
+    target.model.model.layers[2].mlp.down_proj.weight[3, 3] = float("nan")
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ValueError, match="tiny gives NaN for a logit"):
+            generate(target, PROMPTS, temperature=temperature, max_new_tokens=3)
+
+
+def test_finished_rows_keep_working(target: Target, monkeypatch) -> None:
+    widths, forward = [], Target.forward
+
+    def spy(self, ids_BN, **settings):
+        widths.append(len(ids_BN))
+        return forward(self, ids_BN, **settings)
+
+    monkeypatch.setattr(Target, "forward", spy)
+    prompts = [[5 + i, 6] for i in range(8)]
+    rows = generate(target, prompts, drafter=SmallModel(target), shape=Chain(2), max_new_tokens=60, eos=list(range(0, 100, 9))).rows
+    lengths = sorted(len(r.tokens) for r in rows)
+    assert lengths[0] < lengths[-1] and widths[0] == 8 and widths[-1] < 8
+    assert len({w for w in widths}) > 1 and widths == sorted(widths, reverse=True) or min(widths) < 4
+
+
+def test_time_is_lost_between_phases(target: Target) -> None:
+    result = generate(target, PROMPTS[:1], drafter=NGram(shortest=1), shape=Chain(3), max_new_tokens=200, eos=None, compile=False)
+    row = result.rows[0]
+    told = row.prefill_seconds + sum(sum(r.seconds.values()) for r in row.rounds)
+    assert 0.8 * result.seconds < told < result.seconds

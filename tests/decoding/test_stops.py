@@ -63,3 +63,41 @@ def test_streamed_pieces_are_not_the_text(tokens: list[int], stop: tuple[str, ..
         assert given.text(tokens).startswith("".join(pieces))
     assert "".join(pieces) == given.text(done)
     assert not any(s in "".join(pieces) for s in stop)
+
+
+def test_run_of_bytes_is_streamed_and_taken_back() -> None:
+    """A tokenizer with byte fallback turns a whole run of bytes into marks when its last character stays unfinished."""
+    pieces = {1: b"a", 2: b"\xc3", 3: b"\xa9", 4: b"\xe2", 5: b"\x82", 6: b"z"}
+
+    def decode(ids):
+        out, run = "", b""
+        for i in [*ids, None]:
+            if i in (2, 3, 4, 5):
+                run += pieces[i]
+                continue
+            try:
+                out += run.decode()
+            except UnicodeDecodeError:
+                out += "\ufffd" * len(run)
+            out, run = out + (pieces[i].decode() if i else ""), b""
+        return out
+
+    rule = StopRule(frozenset(), (), 99, decode, byte_ids=frozenset((2, 3, 4, 5)))
+    for ids in ([1, 2, 3, 4, 5], [2, 3, 1, 2, 3, 6], [4, 5, 6, 2, 3]):
+        stream = TextStream(rule)
+        parts = [stream.push(ids[:n], final=n == len(ids)) for n in range(1, len(ids) + 1)]
+        assert "".join(parts) == decode(ids)
+
+
+def test_stop_strings_read_the_whole_answer_for_every_token() -> None:
+    lengths: list[int] = []
+
+    def decode(ids):
+        lengths.append(len(ids))
+        return "".join(chr(97 + i % 26) for i in ids)
+
+    rule, done = StopRule(frozenset(), ("0stop", "1"), 10**6, decode), [3] * 5000
+    assert rule.cut(done, [4] * 8) == ([4] * 8, None)
+    assert max(lengths) < 100
+    rule = StopRule(frozenset(), ("dde",), 10**6, decode)
+    assert rule.cut(done, [3, 4, 5, 6]) == ([3, 4], "stop")

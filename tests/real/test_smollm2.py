@@ -135,3 +135,41 @@ def test_a_head_of_another_target_is_refused(target: Target, head: Any) -> None:
 def test_a_prompt_beyond_the_limit_is_refused(target: Target) -> None:
     with pytest.raises(ValueError, match=r"8192"):
         st.generate(target, [[5] * 8192], max_new_tokens=1)
+
+
+CHATS = [
+    [{"role": "user", "content": text}]
+    for text in ("Write a Python function that reverses a list.", "What is 17 times 23?", "List the numbers from 1 to 30 in words.")
+]
+
+
+@pytest.fixture(scope="module")
+def first_layers(target: Target, out: Path) -> Target:
+    """The first 20 layers, saved as a folder like any other model."""
+    config = type(target.config).from_dict({**target.config.to_dict(), "num_hidden_layers": 20, "layer_types": None})
+    model = type(target.model)(config)
+    kept = {name: t for name, t in target.model.state_dict().items() if name in model.state_dict()}
+    model.load_state_dict(kept, strict=False)
+    model.save_pretrained(out / "first20")
+    target.tokenizer.save_pretrained(out / "first20")
+    return st.load_target(out / "first20")
+
+
+def test_small_model_of_the_same_family_changes_the_answer(target: Target, first_layers: Target) -> None:
+    result = st.generate(target, CHATS, drafter=st.SmallModel(first_layers), shape=st.Chain(3), max_new_tokens=40)
+    rounds = [r for row in result.rows for r in row.rounds]
+    assert sum(r.accepted for r in rounds) > 0.05 * sum(r.drafted for r in rounds)
+    audit = st.greedy_audit(target, CHATS, result, max_new_tokens=40)
+    assert audit.faults == 0, audit
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_compiled_passes_change_the_answer(target: Target, head: Any, batch: int) -> None:
+    chats, drafters = CHATS[:batch], ((st.NGram(3, 1), st.Chain(5)), (head, st.Tree.dynamic(4, 5, 15)), (None, None))
+    plain = st.generate(target, chats, max_new_tokens=40, compile=False)
+    for drafter, shape in drafters:
+        for compile, mode in ((True, "compiled"), ("auto", "blocked")):
+            result = st.generate(target, chats, drafter=drafter, shape=shape, max_new_tokens=40, compile=compile)
+            assert result.mode in (mode, "eager") and (compile == "auto" or result.mode == "compiled")
+            audit = st.greedy_audit(target, chats, result, plain=plain, max_new_tokens=40)
+            assert audit.faults == 0, (drafter, mode, audit)

@@ -70,20 +70,48 @@ def test_choice_depends_on_more_than_the_call(wide: Target) -> None:
 def test_half_precision_takes_float32_blocks(make_target) -> None:
     target = make_target()
     target.model.to(torch.bfloat16)
-    assert choose(target, True, rows=8, nodes=9, passes=COMPILE_PASSES) == "eager"
+    assert choose(target, "auto", rows=8, nodes=9, passes=COMPILE_PASSES) == "eager"
+    with pytest.raises(ValueError, match="compile=True is for float32 on a cpu, tiny is bfloat16 on cpu; use compile='auto'"):
+        choose(target, True, rows=1, nodes=1, passes=1)
+
+
+def test_blocks_of_old_weights_answer(make_target) -> None:
+    """After training in place, merging an adapter, or exchanging a module."""
+    target, settings = make_target(seed=3, hidden_size=64), {"eos": None, "max_new_tokens": 40}
+    generate(target, PROMPTS, **settings)
+    other = make_target(seed=4, hidden_size=64).model
+
+    def same() -> bool:
+        fast, slow = (generate(target, PROMPTS, compile=c, **settings) for c in ("auto", False))
+        assert fast.mode == "blocked"
+        return [r.tokens for r in fast.rows] == [r.tokens for r in slow.rows]
+
+    with torch.no_grad():
+        for p, q in zip(target.model.parameters(), other.parameters(), strict=True):
+            p.copy_(q)
+    assert same()
+    target.model.model.layers[1].mlp = make_target(seed=5, hidden_size=64).model.model.layers[1].mlp
+    assert same()
+
+
+def test_second_target_runs_the_first_ones_code(make_target) -> None:
+    """Constants that no tensor shows, such as the norm's epsilon, differ between models of one form."""
+    for eps in (1e-6, 0.3):
+        target = make_target(hidden_size=64, rms_norm_eps=eps)
+        fast, slow = (generate(target, PROMPTS, compile=c, eos=None, max_new_tokens=24) for c in (True, False))
+        assert fast.mode == "compiled" and [r.tokens for r in fast.rows] == [r.tokens for r in slow.rows]
 
 
 @pytest.mark.parametrize("shape", [Chain(4), Tree.dynamic(3, 3, 7)], ids=str)
 def test_compiled_answers_differ(wide: Target, make_head, shape) -> None:
-    """One row and several, with rows that end one by one; the states that the head reads come from compiled layers."""
+    """Several rows that end one by one; the states that the head reads come from compiled layers."""
     drafter = HeadDrafter(make_head(wide))
-    for prompts in (PROMPTS[:1], PROMPTS):
-        settings = {"drafter": drafter, "shape": shape, "max_new_tokens": 30}
-        eager, fast = (generate(wide, prompts, compile=c, **settings) for c in (False, True))
-        assert (eager.mode, fast.mode) == ("eager", "compiled")
-        assert [r.tokens for r in fast.rows] == [r.tokens for r in eager.rows]
-        rounds = [[(s.drafted, s.accepted) for s in r.rounds] for r in fast.rows]
-        assert rounds == [[(s.drafted, s.accepted) for s in r.rounds] for r in eager.rows]
+    settings = {"drafter": drafter, "shape": shape, "max_new_tokens": 30}
+    eager, fast = (generate(wide, PROMPTS, compile=c, **settings) for c in (False, True))
+    assert (eager.mode, fast.mode) == ("eager", "compiled")
+    assert [r.tokens for r in fast.rows] == [r.tokens for r in eager.rows]
+    rounds = [[(s.drafted, s.accepted) for s in r.rounds] for r in fast.rows]
+    assert rounds == [[(s.drafted, s.accepted) for s in r.rounds] for r in eager.rows]
 
 
 def test_compiled_logits_and_states_differ(wide: Target) -> None:
