@@ -37,16 +37,15 @@ LEAST_TAU = 1.5
 CHEAP = Costs(seconds=1e-3, v=(1.0, 1.02, 1.05, 1.08), c=0.02)  # a machine on which drafting pays
 CHANCES = ((0.6, 0.2, 0.1), (0.6, 0.2, 0.1), (0.5, 0.2), (0.4,))
 BUSHY = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0, 0]]
-CHAINS: dict[str, Shape] = {"chain 1": Chain(1), "chain 4": Chain(4)}
-TREES: dict[str, Shape] = {
-    "bushy": Tree.static(BUSHY), "flat": Tree.static([[0], [1], [2], [3]]), "line": Tree.static([[0], [0, 0], [0, 0, 0]]),
-    "single": Tree.static([[0]]), "dynamic": Tree.dynamic(3, 4, 12), "optimised": Tree.optimised(CHANCES, CHEAP, max_budget=10),
+SHAPES: dict[str, Shape] = {
+    "chain 1": Chain(1), "chain 4": Chain(4), "line": Tree.static([[0], [0, 0], [0, 0, 0]]), "single": Tree.static([[0]]),
+    "bushy": Tree.static(BUSHY), "flat": Tree.static([[0], [1], [2], [3]]), "dynamic": Tree.dynamic(3, 4, 12),
+    "optimised": Tree.optimised(CHANCES, CHEAP, max_budget=10),
 }  # fmt: skip
-SHAPES = {**CHAINS, **TREES}
 POLICIES = {kind: Adaptive(kind, costs=CHEAP if kind == "marginal" else None) for kind in ("heuristic", "confidence", "ema", "marginal")}
 RULES = {"rejection": "chain 4", "block": "chain 4", "multidraft": "bushy", "traversal": "bushy", "point_mass": "dynamic"}
 CHAINS_ONLY = ("ngram", "oracle chain", "ngram|eagle3")
-FORKING_ONLY = ("oracle tree",)
+FORKS_ONLY = ("oracle tree",)
 DRAFTERS = ("ngram", "suffix", "oracle chain", "oracle tree", "small model", "eagle3", "suffix|eagle3", "ngram|eagle3")
 REPEATING = ("ngram", "suffix", "eagle3", "suffix|eagle3", "ngram|eagle3")
 CONTEXT = ("oracle chain", "oracle tree", "small model")
@@ -107,21 +106,24 @@ class Tally:
 
 
 def shapes_of(drafter: str) -> list[str]:
-    return [name for name in SHAPES if (name not in TREES or drafter not in CHAINS_ONLY) and (name in TREES or drafter not in FORKING_ONLY)]
+    """Chains for drafters that draw nothing else, forks for the one that draws nothing but forks, all for the rest."""
+    kept = {True} if drafter in CHAINS_ONLY else {False} if drafter in FORKS_ONLY else {True, False}
+    return [name for name, shape in SHAPES.items() if shape.is_chain in kept]
 
 
 def grid(goal: int) -> list[Cell]:
     """The cells on small models: context-driven answers for drafters that know or imitate the model, repeating ones for the rest."""
-    cells = [Cell(model, "plain", "", b, goal, counts=False) for model in ("llama", "calm llama", "gemma2", "table") for b in (1, 3)]
-    places = [("llama", (1, 3, 8), CONTEXT), ("calm llama", (1, 3, 8), REPEATING), ("gemma2", (3,), DRAFTERS), ("table", (8,), REPEATING)]
+    cells = [Cell(model, "plain", "", b, goal, counts=False) for model in ("llama", "calm llama", "gemma2", "table") for b in (3, 1)]
+    places = [("llama", (8, 3, 1), CONTEXT), ("calm llama", (8, 3, 1), REPEATING), ("gemma2", (3,), DRAFTERS), ("table", (8,), REPEATING)]
     for model, batches, drafters in places:
         cells += [Cell(model, d, s, b, goal) for b in batches for d in drafters for s in shapes_of(d)]
-    for b in (1, 3, 8):
+    for b in (8, 3, 1):
         cells += [Cell("llama", "small model", "chain 4", b, goal, policy=kind) for kind in POLICIES]
         cells += [Cell("llama", "small model", "bushy", b, goal, policy=kind) for kind in POLICIES if kind != "confidence"]
     seeds = goal // 3
     cells += [Cell("llama", "small model", shape, 8, seeds, rule=rule, counts=False) for rule, shape in RULES.items()]
-    return cells + [Cell("calm llama", "eagle3", shape, 8, seeds, rule=rule, counts=False) for rule, shape in RULES.items()]
+    cells += [Cell("calm llama", "eagle3", shape, 8, seeds, rule=rule, counts=False) for rule, shape in RULES.items()]
+    return sorted(cells, key=lambda cell: -cell.batch)  # the cheap ones first: a run that is stopped has seen the most
 
 
 def quick_grid(goal: int) -> list[Cell]:
@@ -134,7 +136,7 @@ def quick_grid(goal: int) -> list[Cell]:
     ]  # fmt: skip
     cells = [Cell(model, "plain", "", 3, goal, counts=False) for model in ("llama", "gemma2", "table")]
     cells += [Cell(model, drafter, shape, batch, goal, policy=policy) for model, drafter, shape, batch, policy in chosen]
-    return cells + [Cell("llama", "small model", RULES[rule], 8, goal, rule=rule, counts=False) for rule in ("block", "traversal")]
+    return cells + [Cell("llama", "small model", RULES[rule], 3, goal, rule=rule, counts=False) for rule in ("block", "traversal")]
 
 
 def real_grid(model: str, *, with_head: bool) -> list[Cell]:

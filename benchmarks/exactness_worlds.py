@@ -166,7 +166,7 @@ class Oracle:
 
 
 class SmallWorld(World):
-    """A small random model with prompts of 1 to 40 random tokens; odd sets have end ids that about half of their answers meet."""
+    """A small random model with prompts of 1 to 40 random tokens; odd sets have an end id that about half of their answers meet."""
 
     kinds = 2
 
@@ -177,7 +177,7 @@ class SmallWorld(World):
             "table": lambda: table_target(table_VV),
         }  # fmt: skip
         self._name, self._quick = name, quick
-        super().__init__(targets[name](), new_tokens=60 if quick else 200, noise=0.05 if name == "llama" else 0.15)
+        super().__init__(targets[name](), new_tokens=50 if quick else 200, noise=0.05 if name == "llama" else 0.15)
 
     def prompts(self, number: int) -> list[tuple[int, ...]]:
         coin = random.Random(number)
@@ -186,12 +186,8 @@ class SmallWorld(World):
     def eos(self, number: int, longer: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         if number % 2 == 0:
             return None
-        chosen: list[int] = []
-        for tokens in longer:  # a token of the middle of every answer that has no end yet, until half of them have one
-            ended = sum(any(t in chosen for t in other) for other in longer)
-            if ended < SIZE // 2 and not any(t in chosen for t in tokens):
-                chosen.append(tokens[self.new_tokens // 2])
-        return tuple(chosen)
+        ends = {token: [tokens.index(token) for tokens in longer if token in tokens[: self.new_tokens]] for token in range(VOCAB)}
+        return (min(ends, key=lambda token: (abs(len(ends[token]) - SIZE // 2), -sum(ends[token]))),)
 
     def confirm(self) -> tuple[int, list[dict[str, Any]]]:
         rows, found = super().confirm()
@@ -204,14 +200,14 @@ class SmallWorld(World):
 
     def head(self) -> Any:
         texts = [(q.prompt, q.longer[len(q.prompt) :]) for q in self._first()]
-        return brief_head(self.target, texts, epochs=6 if self._quick else 8)
+        return brief_head(self.target, texts, epochs=4 if self._quick else 8)
 
 
 class RealWorld(World):
     """A real model with the short prompts of a folder of JSONL files, as chats, and its own end ids."""
 
     def __init__(self, target: Target, head: Path | None, folder: Path) -> None:
-        super().__init__(target, new_tokens=64, noise=0.1)
+        super().__init__(target, new_tokens=64, noise=0.04)
         self._head, self._folder = head, folder
 
     @cached_property

@@ -31,12 +31,12 @@ from spectrain.target.model import Target
 from spectrain.training.loop import train
 
 VOCAB = 96
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.25, "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
-GEMMA = {
+GEMMA: dict[str, Any] = {
     "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
 }  # fmt: skip
 

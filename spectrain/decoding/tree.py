@@ -57,7 +57,11 @@ class DraftTree:
 
 def depths(parents_BN: Tensor) -> Tensor:
     """Depth [B, N] of each node, 0 at the root."""
-    return ancestors(parents_BN).sum(-1) - 1
+    depth_BN, above_BN = torch.zeros_like(parents_BN), parents_BN
+    while bool((above_BN >= 0).any()):  # once a level
+        depth_BN = depth_BN + (above_BN >= 0)
+        above_BN = torch.where(above_BN >= 0, parents_BN.gather(1, above_BN.clamp(min=0)), -1)
+    return depth_BN
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
@@ -70,6 +74,15 @@ def ancestors(parents_BN: Tensor) -> Tensor:
         own_N = torch.arange(N, device=parents_BN.device) == n
         lines.append(inherited_BN | own_N)
     return torch.stack(lines, dim=1)
+
+
+def extended(line_BMM: Tensor, parents_BN: Tensor) -> Tensor:
+    """The relation of `ancestors` [B, M + N, M + N] with N more nodes below nodes of `line_BMM`; parents_BN: the numbers of these."""
+    (B, M, _), N = line_BMM.shape, parents_BN.shape[1]
+    own_BNN = torch.eye(N, dtype=torch.bool, device=line_BMM.device).expand(B, N, N)
+    above_BNM = line_BMM.gather(1, parents_BN[..., None].expand(B, N, M))
+    earlier = torch.cat([line_BMM, line_BMM.new_zeros(B, M, N)], dim=2)
+    return torch.cat([earlier, torch.cat([above_BNM, own_BNN], dim=2)], dim=1)
 
 
 def drop_nodes(tokens_BN: Tensor, parents_BN: Tensor, keep_BN: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,11 +110,23 @@ def drop_nodes(tokens_BN: Tensor, parents_BN: Tensor, keep_BN: Tensor) -> tuple[
 
 
 def check_tree(tree: DraftTree) -> None:
-    """Raise ValueError unless every parent precedes its child and every row has between 1 and N nodes (costs a host read)."""
+    """Raise ValueError for numbers that are not int64, a num_B of another length, parents that do not precede their children, and rows
+    without a root or with more than N nodes (costs a host read)."""
+    for name, ids in (("tokens_BN", tree.tokens_BN), ("parents_BN", tree.parents_BN), ("num_B", tree.num_B)):
+        if ids.dtype != torch.int64:
+            raise ValueError(f"{name} must hold int64 numbers, found {str(ids.dtype).removeprefix('torch.')}; convert with .long()")
+    if tree.num_B.shape != tree.tokens_BN.shape[:1]:
+        raise ValueError(f"num_B must hold a number of nodes for each of {len(tree.tokens_BN)} rows, found shape {tuple(tree.num_B.shape)}")
+    if not tree.tokens_BN.numel():
+        raise ValueError(f"a tree has at least a row and its root, the last committed token; found {tuple(tree.tokens_BN.shape)}")
     node_N = torch.arange(tree.width, device=tree.parents_BN.device)
-    if not bool((tree.parents_BN < node_N).all()) or not bool((tree.parents_BN[:, 0] == -1).all()):
+    precede = (tree.parents_BN < node_N).all() & (tree.parents_BN[:, 0] == -1).all()
+    one_root = (tree.parents_BN[:, 1:] >= 0).all()
+    counted = ((tree.num_B >= 1) & (tree.num_B <= tree.width)).all()
+    if bool(precede & one_root & counted):
+        return
+    if not bool(precede):
         raise ValueError("parents must precede their children and node 0 must have the parent -1")
-    if not bool((tree.parents_BN[:, 1:] >= 0).all()):
+    if not bool(one_root):
         raise ValueError("a tree has one root: only node 0 may have the parent -1")
-    if not bool(((tree.num_B >= 1) & (tree.num_B <= tree.width)).all()):
-        raise ValueError(f"num_B must lie between 1 and {tree.width}, found {tree.num_B.tolist()}")
+    raise ValueError(f"num_B must lie between 1 and {tree.width}, found {tree.num_B.tolist()}")

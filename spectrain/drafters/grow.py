@@ -7,6 +7,8 @@ Legend: B rows, N nodes of the draft (root included), X laws, W children, T = to
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from spectrain.decoding.drafter import Round
 from spectrain.decoding.sampling import draw_children
 from spectrain.decoding.shapes import Chain, DynamicTree, StaticTree, keep_best
-from spectrain.decoding.tree import DraftTree, ancestors, drop_nodes
+from spectrain.decoding.tree import DraftTree, ancestors, drop_nodes, extended
 
 Extend = Callable[[Tensor, Tensor], Tensor]
 
@@ -26,17 +28,20 @@ def grow(round: Round, root_B1: Tensor, logits_BV: Tensor, extend: Extend, targe
     others in the order in which they were added). target_ids: the token of each draft id, None when they are the same.
     """
     ids = torch.arange(logits_BV.shape[-1], device=logits_BV.device) if target_ids is None else target_ids
-    vocabulary = _Vocabulary(round, ids, known=target_ids is None)
+    vocabulary = _Vocabulary(round, ids, same_ids=target_ids is None)
     if isinstance(round.shape, DynamicTree):
         return _dynamic(round, round.shape, root_B1, logits_BV, extend, vocabulary)
     return _static(round, round.shape, root_B1, logits_BV, extend, vocabulary)
 
 
 class _Vocabulary:
-    """Draft logits in the form that tokens are chosen in: over the target's vocabulary where laws or processors need it."""
+    """Draft logits in the form that tokens are chosen in: over the target's vocabulary where laws or processors need it.
 
-    def __init__(self, round: Round, target_ids: Tensor, *, known: bool) -> None:
-        self._spread = round.needs_full_vocabulary and not known
+    same_ids: the logits are over the target's ids already.
+    """
+
+    def __init__(self, round: Round, target_ids: Tensor, *, same_ids: bool) -> None:
+        self._spread = round.needs_full_vocabulary and not same_ids
         self._target_ids, self._size = target_ids, round.vocab_size or len(target_ids)
 
     def logits(self, logits_BXV: Tensor) -> Tensor:
@@ -83,9 +88,10 @@ class _Draft:
         tokens_BXW, alive_BXW = draw_children(q_BXV, at_X.expand(len(q_BXV), -1), width, self.round.law, self.round.coins)
         return tokens_BXW, alive_BXW, q_BXV.gather(-1, tokens_BXW) if wants_chance else None
 
-    def place(self, nodes: list[int], column: list[int], rank: list[int], found: tuple[Tensor, Tensor, Tensor | None]) -> None:
-        """Write chosen tokens to their nodes: node i is the child of rank `rank[i]` below the parent in column `column[i]`."""
-        tokens_BXW, alive_BXW, chance_BXW = found
+    def place(
+        self, nodes: list[int], column: list[int], rank: list[int], tokens_BXW: Tensor, alive_BXW: Tensor, chance_BXW: Tensor | None
+    ) -> None:
+        """Write what `choose` found to the nodes: node i is the child of rank `rank[i]` below the parent in column `column[i]`."""
         W = tokens_BXW.shape[-1]
         within_N = torch.tensor([r < W for r in rank], device=tokens_BXW.device)  # a small vocabulary has no further children
         rank = [min(r, W - 1) for r in rank]
@@ -103,7 +109,7 @@ class _Draft:
     def tree(self, *, is_chain: bool) -> DraftTree:
         expected_B = (self.chance_BN * self.keep_BN).sum(-1) - 1 if self.round.estimate else None
         law, q_BNV = self.round.law, self.q_BNV
-        if is_chain:
+        if is_chain:  # `keep` falls along each path (`place`), so that a chain's kept nodes are its first ones
             return DraftTree(self.tokens_BN, self.parents_BN, self.keep_BN.sum(-1), law, q_BNV, is_chain=True, expected_B=expected_B)
         tokens_BN, parents_BN, num_B, kept_BN = drop_nodes(self.tokens_BN, self.parents_BN, self.keep_BN)
         if q_BNV is not None:
@@ -111,11 +117,18 @@ class _Draft:
         return DraftTree(tokens_BN, parents_BN, num_B, law, q_BNV, expected_B=expected_B)
 
 
-def _layout(shape: Chain | StaticTree) -> tuple[list[int], list[int], list[list[int]]]:
-    """Parents and ranks by node, and the nodes of each depth from 1 on."""
-    if isinstance(shape, Chain):
-        return list(range(-1, shape.depth)), [0] * (1 + shape.depth), [[n] for n in range(1, 1 + shape.depth)]
-    return list(shape.parents), list(shape.ranks), [list(level) for level in shape.levels[1:]]
+class _Layout(NamedTuple):
+    """A form known before drafting. parents, ranks: by node; levels: the nodes of each depth from 1 on."""
+
+    parents: list[int]
+    ranks: list[int]
+    levels: list[list[int]]
+
+
+def _layout(shape: Chain | StaticTree) -> _Layout:
+    if isinstance(shape, StaticTree):
+        return _Layout(list(shape.parents), list(shape.ranks), [list(level) for level in shape.levels[1:]])
+    return _Layout(list(range(-1, shape.depth)), [-1] + [0] * shape.depth, [[n] for n in range(1, 1 + shape.depth)])
 
 
 def _static(
@@ -129,7 +142,7 @@ def _static(
     for d, nodes in enumerate(levels):
         column = [inner.index(parents[n]) for n in nodes]
         rank = [ranks[n] for n in nodes]
-        draft.place(nodes, column, rank, draft.choose(logits_BXV, inner, max(rank) + 1))
+        draft.place(nodes, column, rank, *draft.choose(logits_BXV, inner, max(rank) + 1))
         if d + 1 == len(levels) or (round.stop_below > 0 and not bool(draft.keep_BN[:, levels[d + 1]].any())):
             break
         inner = sorted({parents[n] for n in levels[d + 1]})
@@ -140,66 +153,69 @@ def _static(
     return draft.tree(is_chain=shape.is_chain)
 
 
-def _dynamic(
-    round: Round, shape: DynamicTree, root_B1: Tensor, logits_BV: Tensor, extend: Extend, vocabulary: _Vocabulary
-) -> DraftTree:
-    """EAGLE-2's tree (arXiv 2406.16858): the best `top_k` children by joint log-probability are expanded at each level."""
-    B, device = len(root_B1), root_B1.device
-    added_BM, line_BMM = root_B1, torch.ones(B, 1, 1, dtype=torch.bool, device=device)  # nodes given to `extend`, and their ancestors
+@dataclass(frozen=True)
+class _Candidates:
+    """Nodes that a dynamic tree may keep, level by level. parents: numbers of candidates, -1 for the root; scores: joint
+    log-probabilities."""
 
-    def top(logits_BXV: Tensor, path_BXM: Tensor, T: int) -> tuple[Tensor, Tensor]:
-        scores_BXV = round.scores(vocabulary.logits(logits_BXV), added_BM, path_BXM)
+    tokens_BC: Tensor
+    parents_BC: Tensor
+    scores_BC: Tensor
+    depth_BC: Tensor
+
+    def add(self, tokens_BX: Tensor, parents_BX: Tensor, scores_BX: Tensor) -> "_Candidates":
+        """These and the next level's."""
+        depth_BX = self.depth_BC[:, -1:].expand_as(parents_BX) + 1
+        mine = (self.tokens_BC, self.parents_BC, self.scores_BC, self.depth_BC)
+        new = (tokens_BX, parents_BX, scores_BX, depth_BX)
+        return _Candidates(*(torch.cat(pair, dim=1) for pair in zip(mine, new, strict=True)))
+
+
+def _dynamic(round: Round, shape: DynamicTree, root_B1: Tensor, logits_BV: Tensor, extend: Extend, vocabulary: _Vocabulary) -> DraftTree:
+    """EAGLE-2's tree (arXiv 2406.16858): the best `top_k` children by joint log-probability are expanded at each level."""
+    B, T = len(root_B1), min(shape.top_k, logits_BV.shape[-1])
+    added_BM, line_BMM = root_B1, ancestors(torch.full_like(root_B1, -1))  # nodes given to `extend`, and their ancestors
+
+    def top(logits_BXV: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability and token of the best T children of each of the nodes added last."""
+        scores_BXV = round.scores(vocabulary.logits(logits_BXV), added_BM, line_BMM[:, -logits_BXV.shape[1] :])
         chances_BXV = scores_BXV - scores_BXV.logsumexp(-1, keepdim=True).clamp(min=torch.finfo(scores_BXV.dtype).min)
         best = chances_BXV.topk(T, dim=-1)  # -inf where nothing is allowed
         return best.values, vocabulary.tokens(best.indices)
 
-    T = min(shape.top_k, logits_BV.shape[-1])
-    values_BXT, tokens_BXT = top(logits_BV[:, None], line_BMM, T)
-    scores, tokens = [values_BXT[:, 0]], [tokens_BXT[:, 0]]
-    parents, depth_of = [torch.full_like(tokens[0], -1)], [torch.ones_like(tokens[0])]  # parent: candidate number, -1 root
-    beam_BT = torch.arange(T, device=device).expand(B, T)  # candidate numbers to expand
-    node_BT = torch.zeros_like(beam_BT)  # their parents among the added nodes
-    count = T
-    for depth in range(2, shape.depth + 1):
-        first = added_BM.shape[1]
-        beam_tokens_BT = torch.cat(tokens, dim=1).gather(1, beam_BT)
-        beam_scores_BT = torch.cat(scores, dim=1).gather(1, beam_BT)
-        logits_BTV = extend(beam_tokens_BT, node_BT)
-        above_BTM = line_BMM.gather(1, node_BT[..., None].expand(B, T, first))
-        path_BTM = torch.cat([above_BTM, torch.eye(T, dtype=torch.bool, device=device).expand(B, T, T)], dim=2)
-        later_BMT = torch.zeros(B, first, T, dtype=torch.bool, device=device)
-        added_BM = torch.cat([added_BM, beam_tokens_BT], dim=1)
-        line_BMM = torch.cat([torch.cat([line_BMM, later_BMT], dim=2), path_BTM], dim=1)
-        values_BTT, tokens_BTT = top(logits_BTV, path_BTM, T)
-        joint_BC = (beam_scores_BT[..., None] + values_BTT).flatten(1)
-        tokens.append(tokens_BTT.flatten(1))
-        scores.append(joint_BC)
-        parents.append(beam_BT[..., None].expand(B, T, T).flatten(1))
-        depth_of.append(torch.full_like(parents[-1], depth))
-        chosen_BT = joint_BC.topk(T, dim=-1).indices
-        node_BT = first + chosen_BT // T
-        beam_BT = count + chosen_BT
-        count += T * T
-    return _pruned(round, root_B1, *(torch.cat(part, dim=1) for part in (tokens, parents, scores, depth_of)), budget=shape.budget)
+    values_BXT, tokens_BXT = top(logits_BV[:, None])
+    root_BT = torch.full_like(tokens_BXT[:, 0], -1)
+    found = _Candidates(tokens_BXT[:, 0], root_BT, values_BXT[:, 0], torch.ones_like(root_BT))
+    beam_BT = torch.arange(T, device=root_B1.device).expand(B, T)  # candidates to expand
+    above_BT = torch.zeros_like(beam_BT)  # their parents among the added nodes
+    for _ in range(1, shape.depth):
+        known, first = found.tokens_BC.shape[1], added_BM.shape[1]
+        beam_tokens_BT = found.tokens_BC.gather(1, beam_BT)
+        logits_BTV = extend(beam_tokens_BT, above_BT)
+        added_BM, line_BMM = torch.cat([added_BM, beam_tokens_BT], dim=1), extended(line_BMM, above_BT)
+        values_BTT, tokens_BTT = top(logits_BTV)
+        joint_BX = (found.scores_BC.gather(1, beam_BT)[..., None] + values_BTT).flatten(1)
+        found = found.add(tokens_BTT.flatten(1), beam_BT.repeat_interleave(T, dim=1), joint_BX)
+        chosen_BT = joint_BX.topk(T, dim=-1).indices
+        beam_BT, above_BT = known + chosen_BT, first + chosen_BT // T
+    return _pruned(round, root_B1, found, budget=shape.budget)
 
 
-def _pruned(
-    round: Round, root_B1: Tensor, tokens_BC: Tensor, parents_BC: Tensor, scores_BC: Tensor, depth_BC: Tensor, *, budget: int
-) -> DraftTree:
+def _pruned(round: Round, root_B1: Tensor, found: _Candidates, *, budget: int) -> DraftTree:
     """The `budget` best candidates as a tree below the root."""
-    kept_BN = keep_best(scores_BC, depth_BC, budget)
+    kept_BN = keep_best(found.scores_BC, found.depth_BC, budget)
     node_BN = torch.arange(1, kept_BN.shape[1] + 1, device=kept_BN.device).expand_as(kept_BN)
-    number_BC = torch.zeros_like(parents_BC).scatter(1, kept_BN, node_BN)
-    parent_BN = parents_BC.gather(1, kept_BN)
+    number_BC = torch.zeros_like(found.parents_BC).scatter(1, kept_BN, node_BN)
+    parent_BN = found.parents_BC.gather(1, kept_BN)
     parent_BN = torch.where(parent_BN < 0, 0, number_BC.gather(1, parent_BN.clamp(min=0)))
     minus_B1 = torch.full_like(root_B1, -1)
-    tokens_BN = torch.cat([root_B1, tokens_BC.gather(1, kept_BN)], dim=1)
+    tokens_BN = torch.cat([root_B1, found.tokens_BC.gather(1, kept_BN)], dim=1)
     parents_BN = torch.cat([minus_B1, parent_BN], dim=1)
-    score_BN = scores_BC.gather(1, kept_BN)
+    score_BN = found.scores_BC.gather(1, kept_BN)
     keep_BN = torch.cat([torch.ones_like(root_B1, dtype=torch.bool), score_BN > float("-inf")], dim=1)
     if round.depth_B is not None:
         limit_B1 = torch.tensor(round.limits(), device=root_B1.device)[:, None]
-        keep_BN[:, 1:] &= depth_BC.gather(1, kept_BN) <= limit_B1
+        keep_BN[:, 1:] &= found.depth_BC.gather(1, kept_BN) <= limit_B1
     expected_B = (score_BN.exp() * keep_BN[:, 1:]).sum(-1) if round.estimate else None
     tokens_BN, parents_BN, num_B, _ = drop_nodes(tokens_BN, parents_BN, keep_BN)
     return DraftTree(tokens_BN, parents_BN, num_B, "point_mass", expected_B=expected_B)

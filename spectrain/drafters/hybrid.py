@@ -45,6 +45,7 @@ class Hybrid:
         return tuple(sorted({*self.first.layer_ids, *self.second.layer_ids}))
 
     def start(self, target: Target, rows: int, max_length: int) -> "_HybridSession":
+        """A session of both parts; ValueError where one of them refuses the target."""
         layers = self.layer_ids
         parts = [
             _Part(d, d.start(target, rows, max_length), [layers.index(i) for i in d.layer_ids], [Trust() for _ in range(rows)])
@@ -83,7 +84,7 @@ class Trust:
 class _Part:
     drafter: Drafter
     session: DraftSession
-    columns: list[int]  # places of its states among those of both
+    columns: list[int]  # places of its states, in its own order, among those of both
     trust: list[Trust]  # by row
 
     def propose(self, round: Round, *, calibrate: bool) -> tuple[DraftTree, Tensor] | None:
@@ -111,11 +112,11 @@ class _HybridSession:
     calibrate: bool
 
     def observe(self, states_BNF: Tensor | None, next_BN: Tensor, count_B: Tensor) -> None:
-        """Both parts see everything, each the states that it asked for."""
+        """Both parts see everything, each the states that it asked for, in the order in which it did."""
         count = len({c for part in self.parts for c in part.columns})
         for part in self.parts:
             own_BNF = states_BNF
-            if states_BNF is not None and len(part.columns) < count:
+            if states_BNF is not None and part.columns != list(range(count)):
                 pieces = states_BNF.chunk(count, dim=-1)
                 own_BNF = torch.cat([pieces[c] for c in part.columns], dim=-1) if part.columns else None
             part.session.observe(own_BNF, next_BN, count_B)

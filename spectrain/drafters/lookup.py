@@ -21,6 +21,7 @@ from spectrain.target.model import Target
 class NGram:
     """Looks for the last `longest` ... `shortest` tokens in prompt and answer. A point mass; needs no training.
 
+    Of a tree shape it reads depth and budget: the draft is one chain of at most as many tokens as either allows.
     match: which of several places of equal length is continued, the most "recent" or the "first" (as transformers and vLLM do).
     """
 
@@ -37,6 +38,7 @@ class NGram:
             raise ValueError(f"NGram: match must be 'recent' or 'first', found {self.match!r}")
 
     def start(self, target: Target, rows: int, max_length: int) -> "_Lookup":
+        """A session; any target will do."""
         return _Lookup(self, target.device, [_Places(self) for _ in range(rows)])
 
 

@@ -25,6 +25,7 @@ class Scripted:
     has_q: bool = field(default=False, init=False)
 
     def start(self, target: Target, rows: int, max_length: int) -> "_Script":
+        """A session; its `propose` raises ValueError for ids that the target lacks and for a tree of another row."""
         return _Script(self.fn, target, [Record() for _ in range(rows)])
 
 

@@ -4,7 +4,8 @@ The cache holds the committed text in the small model's ids. Drafts are staged b
 they are, and the rest of the new text (the last accepted draft among it, which the model never read) is run at the next proposal.
 What the small model reads decides how good its drafts are, never whether the output is exact: q is the law that a draft was drawn from.
 
-Legend: B rows, N nodes of one pass, M staged nodes, L columns of a catch-up pass, V vocabulary, K ids that both models have.
+Legend: B rows, N nodes of one pass, M nodes of the draft (root included), L columns of a catch-up pass, V vocabulary, K ids that both
+models have.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Round
-from spectrain.decoding.tree import DraftTree
+from spectrain.decoding.shapes import Shape
+from spectrain.decoding.tree import DraftTree, ancestors, extended
 from spectrain.drafters.grow import grow
 from spectrain.drafters.packing import walk
 from spectrain.target.model import Target
@@ -43,16 +45,14 @@ class SmallModel:
             raise ValueError(f"SmallModel: vocabulary must be 'same' or 'intersection', found {self.vocabulary!r}")
 
     def start(self, target: Target, rows: int, max_length: int) -> "_SmallSession":
+        """A session; ValueError for a model on another device or, by `vocabulary`, of another tokenizer."""
         small = self.target
         if small.device.type != target.device.type:
             raise ValueError(f"{small.name} is on {small.device}, {target.name} on {target.device}; load both on {target.device.type!r}")
         key = f"{target.fingerprints['tokenizer_sha256']} {target.vocab_size} {target.device}"
         if key not in self._words:
             self._words[key] = _Words(target, small, intersection=self.vocabulary == "intersection")
-        words = self._words[key]
-        # Spelling may take more of the small model's ids than the text has tokens.
-        longest = max_length if words.same else 2 * max_length
-        return _SmallSession(small, words, rows, longest, slots=longest + SLACK + (0 if words.same else max_length))
+        return _SmallSession(small, self._words[key], rows, slots=max_length + SLACK)
 
 
 class _Words:
@@ -109,9 +109,8 @@ def _difference(target: Target, small: Target) -> str:
 class _SmallSession:
     """Texts and cache of one batch. texts: the committed text by row in the small model's ids; held: how much of it the cache holds."""
 
-    def __init__(self, small: Target, words: _Words, rows: int, longest: int, *, slots: int) -> None:
+    def __init__(self, small: Target, words: _Words, rows: int, *, slots: int) -> None:
         self._small, self._words = small, words
-        self._longest = min(small.max_length, longest)
         self._cache = small.new_cache(rows, slots)
         self._texts: list[list[int]] = [[] for _ in range(rows)]
         self._read, self._held = [0] * rows, [0] * rows  # committed tokens that are in the texts, ids that are in the cache
@@ -120,9 +119,9 @@ class _SmallSession:
 
     def _forget(self) -> None:
         """No drafts are staged."""
-        rows, device = len(self._texts), self._small.device
-        self._tokens_BM = self._parents_BM = torch.zeros(rows, 0, dtype=torch.long, device=device)
-        self._line_BMM = torch.zeros(rows, 0, 0, dtype=torch.bool, device=device)
+        root_B1 = torch.full((len(self._texts), 1), -1, device=self._small.device)
+        self._tokens_BM = self._parents_BM = root_B1  # the root's token is not asked for
+        self._line_BMM = ancestors(root_B1)
 
     def observe(self, states_BNF: Tensor | None, next_BN: Tensor, count_B: Tensor) -> None:
         """Nothing to learn: `propose` reads the committed tokens."""
@@ -144,12 +143,14 @@ class _SmallSession:
         for b, ids in enumerate(round.committed):
             self._texts[b] += self._words.spell(ids[self._read[b] :])
             self._read[b] = len(ids)
-        limits = [min(limit, self._longest - len(text)) for limit, text in zip(round.limits(), self._texts, strict=True)]
+        positions = self._small.max_length
+        limits = [min(limit, positions - len(text)) for limit, text in zip(round.limits(), self._texts, strict=True)]
         if max(limits) <= 0:
             return None
         # Rows beyond the model's positions stay as they are.
-        goals = [len(text) if len(text) <= self._longest else held for text, held in zip(self._texts, self._held, strict=True)]
+        goals = [len(text) if len(text) <= positions else held for text, held in zip(self._texts, self._held, strict=True)]
         self._settle(goals)
+        self._make_room(max(goals), round.shape)
         self._catch_up(goals)
         ask = replace(round, depth_B=[max(0, n) for n in limits])
         return grow(ask, round.root(self._small.device), self._logits_BV, self._extend, None)
@@ -157,7 +158,7 @@ class _SmallSession:
     def _settle(self, goals: Sequence[int]) -> None:
         """Commit the staged drafts that became text where they stand; drop the others. A row's last token is always run again: the
         draft needs the logits after it."""
-        drafts = list(zip(self._tokens_BM.tolist(), self._parents_BM.tolist(), strict=True))
+        drafts = list(zip(self._tokens_BM[:, 1:].tolist(), self._parents_BM[:, 1:].tolist(), strict=True))
         paths = [walk(*drafts[b], self._texts[b][self._held[b] : max(goal - 1, self._held[b])]) for b, goal in enumerate(goals)]
         longest = max(map(len, paths))
         count_B = torch.tensor([len(path) for path in paths], device=self._small.device)
@@ -166,6 +167,18 @@ class _SmallSession:
         self._cache.commit(count_B, path_BK)
         self._held = [held + len(path) for held, path in zip(self._held, paths, strict=True)]
         self._forget()
+
+    def _make_room(self, longest: int, shape: Shape) -> None:
+        """A larger cache where a row and its drafts would not fit: spelling may take more of the small model's ids than the text has
+        tokens, and how many is not known before."""
+        needed = longest + shape.width * shape.depth + shape.budget + SLACK
+        if needed <= self._cache.max_length:
+            return
+        old, held = self._cache, max(self._held)
+        self._cache = self._small.new_cache(len(self._texts), max(needed, 2 * old.max_length))
+        for new, copied in zip(self._cache.keys + self._cache.values, old.keys + old.values, strict=True):
+            new[:, :, :held] = copied[:, :, :held]
+        self._cache.commit(old.lengths_B)
 
     def _catch_up(self, goals: Sequence[int]) -> None:
         """Run the text that the cache does not hold yet, aligned right, and keep the logits after each row's last token."""
@@ -184,19 +197,13 @@ class _SmallSession:
 
     def _extend(self, tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
         """Stage nodes below earlier ones (0: the last committed token) and return the logits after them [B, N, V]."""
-        B, N = tokens_BN.shape
-        M = self._line_BMM.shape[1]
         ids_BN = self._words.small_of_V[tokens_BN]
-        above_BPM = torch.cat([self._line_BMM.new_zeros(B, 1, M), self._line_BMM], dim=1)  # the root is no staged node
-        above_BNM = above_BPM.gather(1, parents_BN[..., None].expand(B, N, M))
-        own_BNN = torch.eye(N, dtype=torch.bool, device=ids_BN.device).expand(B, N, N)
-        line_BNM = torch.cat([above_BNM, own_BNN], dim=2)
-        self._cache.stage(N)
+        self._line_BMM = extended(self._line_BMM, parents_BN)
+        line_BNM = self._line_BMM[:, -tokens_BN.shape[1] :, 1:]  # the root is in the committed part
+        self._cache.stage(tokens_BN.shape[1])
         positions_BN = (self._cache.lengths_B[:, None] + line_BNM.sum(-1) - 1).clamp(max=self._small.max_length - 1)
         mask = self._small.masks(self._cache, line_BNM)
         out = self._small.forward(ids_BN, positions_BN=positions_BN, mask=mask, cache=self._cache)
-        later_BMN = self._line_BMM.new_zeros(B, M, N)
-        self._line_BMM = torch.cat([torch.cat([self._line_BMM, later_BMN], dim=2), line_BNM], dim=1)
         self._tokens_BM = torch.cat([self._tokens_BM, ids_BN], dim=1)
         self._parents_BM = torch.cat([self._parents_BM, parents_BN], dim=1)
         return self._words.logits(out.logits_BKV)

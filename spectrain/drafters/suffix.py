@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Round
@@ -138,12 +137,14 @@ def child_of(cursor: Cursor, rank: int) -> tuple[int, float, Cursor] | None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one draft: levels, nodes, the chance a path must keep, and the chance of a token below which nothing is drafted."""
+    """Bounds of one draft: levels, nodes, the chance a path must keep, the chance of a token below which nothing is drafted, and the
+    target's number of ids: the corpus may hold higher ones, which end a chain and have no place in a tree."""
 
     depth: int
     budget: int
     min_probability: float
     stop_below: float
+    vocab_size: int
 
 
 def chain_from(cursor: Cursor, limits: Limits) -> tuple[RowDraft, float]:
@@ -152,7 +153,7 @@ def chain_from(cursor: Cursor, limits: Limits) -> tuple[RowDraft, float]:
     chance, score = 1.0, 0.0
     while len(tokens) < min(limits.depth, limits.budget):
         child = child_of(cursor, 0)
-        if child is None or chance * child[1] < limits.min_probability:
+        if child is None or child[0] >= limits.vocab_size or chance * child[1] < limits.min_probability:
             break
         token, ratio, cursor = child
         chance *= ratio
@@ -182,6 +183,9 @@ def tree_from(cursor: Cursor, limits: Limits) -> tuple[RowDraft, float]:
 
     def push(offer: _Offer) -> None:
         child = child_of(offer.above, offer.rank) if offer.depth <= limits.depth else None
+        while child is not None and child[0] >= limits.vocab_size:
+            offer = replace(offer, rank=offer.rank + 1)
+            child = child_of(offer.above, offer.rank)
         if child is not None and offer.above_chance * child[1] >= limits.min_probability:
             heapq.heappush(heap, (-offer.above_chance * child[1], next(serial), offer, child))
 
@@ -201,10 +205,11 @@ def tree_from(cursor: Cursor, limits: Limits) -> tuple[RowDraft, float]:
 class Suffix:
     """Drafts what most often followed the last tokens. A point mass; needs no training.
 
-    corpus: earlier texts as token ids, the `max_cached` last of them are kept. learn: the answers of each call join the corpus when the
-    call ends (the oldest texts leave); within a call the corpus is frozen, so that a row's drafts do not depend on its batch. A match of
-    m tokens gives at most factor * m + offset levels, m and levels together at most max_depth; paths less likely than
-    min_probability are not drafted.
+    Of a shape it reads depth and budget: a chain for a chain, for every tree the likeliest nodes of its counts.
+    corpus: earlier texts as token ids, the `max_cached` last of them are kept; ids that the target lacks are not drafted. learn: the
+    answers of each call join the corpus when the call ends (the oldest texts leave); within a call the corpus is frozen, so that a
+    row's drafts do not depend on its batch. A match of m tokens gives at most factor * m + offset levels, m and levels together at
+    most max_depth; paths less likely than min_probability are not drafted.
     """
 
     corpus: InitVar[Iterable[Sequence[int]] | None] = None
@@ -228,8 +233,10 @@ class Suffix:
             self.add(text)
 
     def add(self, ids: Sequence[int]) -> None:
-        """Add a text to the corpus; the oldest one leaves when it is full."""
+        """Add a text to the corpus; the oldest one leaves when it is full. ValueError for negative ids."""
         text = [int(i) for i in ids]
+        if text and min(text) < 0:
+            raise ValueError(f"a text of the corpus holds {min(text)}; token ids start at 0: leave masked places out")
         if not text or self.max_cached == 0:
             return
         if len(self._texts) == self.max_cached:
@@ -240,7 +247,8 @@ class Suffix:
             ends = self._trie.append(text, at, ends)
 
     def start(self, target: Target, rows: int, max_length: int) -> "_SuffixSession":
-        return _SuffixSession(self, self._trie, target.device, [_Row(self.max_depth) for _ in range(rows)])
+        """A session; any target will do."""
+        return _SuffixSession(self, self._trie, target, [_Row(self.max_depth) for _ in range(rows)])
 
 
 class _Row:
@@ -262,7 +270,7 @@ class _Row:
 class _SuffixSession:
     settings: Suffix
     trie: SuffixTrie
-    device: torch.device
+    target: Target
     rows: list[_Row]
 
     def observe(self, states_BNF: Tensor | None, next_BN: Tensor, count_B: Tensor) -> None:
@@ -286,17 +294,17 @@ class _SuffixSession:
         for ids, limit, row in zip(round.committed, round.limits(), self.rows, strict=True):
             row.read(ids)
             found.append(self._best(row, round, limit))
-        return pack(round.committed, [d for d, _ in found], self.device, [s for _, s in found] if round.estimate else None)
+        return pack(round.committed, [d for d, _ in found], self.target.device, [s for _, s in found] if round.estimate else None)
 
     def _best(self, row: _Row, round: Round, limit: int) -> tuple[RowDraft, float]:
         """The draft with the highest score; of equals the longest match, and the row's own text before the corpus."""
-        s = self.settings
+        s, V = self.settings, self.target.vocab_size
         draw = chain_from if round.shape.is_chain else tree_from
         best, best_score = RowDraft([], []), 0.0
         for m, cursor in self._matches(row):
             depth = min(limit, int(s.factor * m + s.offset), s.max_depth - m)
             if depth > best_score:  # the chances of a level add up to 1 at most
-                draft, score = draw(cursor, Limits(depth, round.shape.budget, s.min_probability, round.stop_below))
+                draft, score = draw(cursor, Limits(depth, round.shape.budget, s.min_probability, round.stop_below, V))
                 if score > best_score:
                     best, best_score = draft, score
         return best, best_score

@@ -240,7 +240,7 @@ class Eagle3(nn.Module):
         last_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One pass of the layer through the cache; with `last_B` only node last_B - 1 of each row goes beyond the keys."""
-        x_BNX = self._qkv(embed_BNH, feature_BNH)
+        x_BNX = self._qkv(embed_BNH.to(feature_BNH.dtype), feature_BNH)  # the target may be of another precision
         cos, sin = self._rotary(position_BN)
         k_BGND = rotate(self._heads("k_proj", x_BNX), cos, sin).transpose(1, 2)
         k_BGSD, v_BGSD = cache.update(k_BGND, self._heads("v_proj", x_BNX).transpose(1, 2), 0)

@@ -185,6 +185,16 @@ def test_head_on_another_device_is_a_traceback(target: Target, make_head) -> Non
         generate(target, PROMPTS, drafter=HeadDrafter(make_head(target).to("meta")))
 
 
+@pytest.mark.parametrize("shape", [Chain(3), Tree.dynamic(3, 3, 7)], ids=str)
+def test_head_of_another_precision_is_a_traceback(target: Target, make_head, fresh_greedy, shape) -> None:
+    drafter = HeadDrafter(make_head(target).to(torch.bfloat16))
+    result = generate(target, PROMPTS, drafter=drafter, shape=shape, eos=None, max_new_tokens=6)
+    assert [row.tokens for row in result.rows] == [fresh_greedy(target, p, 6) for p in PROMPTS]
+    assert {r.drafted for row in result.rows for r in row.rounds} == {shape.budget}
+    drawn = generate(target, PROMPTS, drafter=drafter, shape=shape, eos=None, max_new_tokens=6, temperature=1.0)
+    assert all(len(row.tokens) == 6 for row in drawn.rows)
+
+
 def test_rewound_session_drafts_something_else(target: Target, make_head, monkeypatch) -> None:
     head = make_head(target)
     propose = _HeadSession.propose

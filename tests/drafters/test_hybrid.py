@@ -115,6 +115,11 @@ def test_parts_get_each_others_states(target: Target) -> None:
     assert a.told[0].flatten().tolist() == [4, 5, 6, 7, 8, 9, 10, 11] and b.told[0].flatten().tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
     Hybrid(none, a).start(target, 1, 50).observe(states_BNF[..., 4:], count[None], count)
     assert none.told == [None] and torch.equal(a.told[1], states_BNF[..., 4:])
+    falling, mixed = Fixed(None, layer_ids=(3, 1)), Fixed(None, layer_ids=(1, 3, 0))
+    Hybrid(none, falling).start(target, 1, 50).observe(states_BNF[..., 4:], count[None], count)
+    Hybrid(falling, mixed).start(target, 1, 50).observe(states_BNF, count[None], count)
+    assert [told.flatten().tolist() for told in falling.told] == [[8, 9, 10, 11, 4, 5, 6, 7]] * 2
+    assert mixed.told[0].flatten().tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 0, 1, 2, 3]
     session.select(torch.tensor([0]))
     session.finish([([1, 2], 1)])
     assert a.told[-2:] == b.told[-2:] == [[0], [([1, 2], 1)]]

@@ -240,6 +240,43 @@ def test_words_without_a_counterpart_break_the_draft(target: Target, shuffled: T
     assert set(tree.tokens_BN[0, 1:].tolist()) <= set(shared)
 
 
+@pytest.fixture(scope="module")
+def letters(make_target) -> Target:
+    """A model that knows w6 ... w59 and spells every other word letter by letter."""
+    known = ["?", "<end>", *"w0123456789", *(f"w{i}" for i in range(6, 60))]
+    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(known)}, [], unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?", eos_token="<end>")
+    return Target(model=make_target(vocab=len(known), seed=3, max_position_embeddings=400).model, tokenizer=tokenizer, name="letters")
+
+
+@pytest.mark.parametrize("shape", [Chain(3), BUSH], ids=str)
+def test_spelled_text_outgrows_the_cache(target: Target, letters: Target, talk, shape) -> None:
+    """Texts three times as long as the target's, in rows that outgrow the first cache one after another."""
+    prompts = [[60 + (7 * i * i) % 40 for i in range(n)] for n in (34, 3, 21)]
+    session = SmallModel(letters, "intersection").start(target, 3, 40)
+    for new in (0, 2, 5, 30, 80):
+        ids = [p + [60 + (3 * i) % 40 for i in range(new)] for p in prompts]
+        tree = session.propose(Round(ids, shape, vocab_size=100))
+        assert tree.num_B.tolist() == [1 + shape.budget] * 3
+        session.rewind()
+    assert len(talk) == 5 and session._held == [342, 249, 303] and session._cache.max_length > 342
+
+
+def test_neighbours_text_decides_how_long_a_row_is_drafted(target: Target, letters: Target) -> None:
+    """At temperature 1 other drafts are other tokens; the row's text passes twice its tokens and, at the end, the model's positions."""
+    drafter = SmallModel(letters, "intersection")
+    prompts = [[60 + (7 * i * i) % 40 for i in range(n)] for n in (110, 5)]
+
+    def answers(prompts: list[list[int]], seeds: list[int]) -> list[tuple]:
+        settings = {"shape": Chain(3), "temperature": 1.0, "eos": None, "max_new_tokens": 40}
+        rows = generate(target, prompts, drafter=drafter, seed=seeds, **settings).rows
+        return [(row.tokens, [r.drafted for r in row.rounds]) for row in rows]
+
+    alone = [answers([p], [seed])[0] for p, seed in zip(prompts, (5, 6), strict=True)]
+    assert answers(prompts, [5, 6]) == alone
+    assert alone[0][1][-1] == 0 and alone[0][1].count(3) > 10 and min(alone[1][1]) == 3
+
+
 @pytest.mark.parametrize(("rows", "small_rows"), [(100, 128), (112, 100), (112, 128)])
 def test_padding_rows_are_drafted(make_target, target: Target, fresh_greedy, rows: int, small_rows: int) -> None:
     """The same tokenizer over embeddings of other sizes: only ids that it knows are drafted, and q fits the target's vocabulary."""

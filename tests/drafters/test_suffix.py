@@ -65,7 +65,7 @@ def slow_best(corpus: list[list[int]], ids: list[int], s: Suffix, shape, limit: 
         for texts, needed in (([ids], 2), (corpus, 1)):
             if m > len(ids) or count(texts, ids[-m:])[0] < needed:
                 continue
-            limits = Limits(min(limit, int(s.factor * m + s.offset), s.max_depth - m), shape.budget, s.min_probability, stop_below)
+            limits = Limits(min(limit, int(s.factor * m + s.offset), s.max_depth - m), shape.budget, s.min_probability, stop_below, 9)
             if shape.is_chain:
                 draft, score = slow_chain(texts, ids[-m:], limits)
             else:
@@ -114,7 +114,7 @@ def paths(draft) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("bounds", [(4, 9, 0.05), (2, 50, 0.0), (3, 4, 0.2), (1, 2, 0.0)])
 def test_tree_leaves_better_nodes_out(bounds: tuple[int, int, float]) -> None:
-    limits = Limits(*bounds, stop_below=0.0)
+    limits = Limits(*bounds, stop_below=0.0, vocab_size=9)
     texts = [random_ids(60, 4, seed) for seed in range(3)]
     trie = trie_of(texts, 8)
     for match in ([0], [1, 2], [3, 1], [0, 2, 1], texts[0][40:48]):
@@ -125,7 +125,7 @@ def test_tree_leaves_better_nodes_out(bounds: tuple[int, int, float]) -> None:
         found = [chance_of(texts, match, list(path)) for path in paths(draft)]
         assert found == sorted(found, reverse=True) and len(set(paths(draft))) == len(found)
         assert found == pytest.approx(slow_tree(texts, match, limits)) and score == pytest.approx(sum(found))
-    assert tree_from(trie.find([0]), Limits(3, 9, 0.0, 1.1))[0].parents == [0] * 4  # below tokens in doubt nothing is drafted
+    assert tree_from(trie.find([0]), Limits(3, 9, 0.0, 1.1, 9))[0].parents == [0] * 4  # below tokens in doubt nothing is drafted
 
 
 def chance_of(texts: list[list[int]], match: list[int], path: list[int]) -> float:
@@ -172,6 +172,27 @@ def test_old_texts_never_leave(target: Target) -> None:
     assert draft() is None
     none = Suffix([[1, 2, 3, 4]], max_cached=0)
     assert none.start(target, 1, 50).propose(Round([[9, 1, 2]], Chain(2))) is None
+
+
+@pytest.mark.parametrize("shape", [Chain(4), Tree.dynamic(2, 4, 9)], ids=str)
+def test_corpus_of_a_larger_vocabulary_breaks_the_call(target: Target, make_target, fresh_greedy, shape) -> None:
+    """Ids that the target lacks are not drafted, nor anything behind them; what stands beside them is."""
+    drafter = Suffix([[1, 2, 3, 500, 4], [1, 2, 3, 500, 4], [1, 2, 700, 700], [1, 2, 3, 4]], min_probability=0.0, offset=3)
+    tree = drafter.start(target, 1, 50).propose(Round([[9, 1, 2]], shape, estimate=True))
+    if shape.is_chain:
+        assert tree.tokens_BN.tolist() == [[2, 3]] and tree.expected_B.item() == pytest.approx(3 / 4)
+    else:
+        assert tree.tokens_BN.tolist() == [[2, 3, 4]] and tree.parents_BN.tolist() == [[-1, 0, 1]]
+        assert tree.expected_B.item() == pytest.approx(3 / 4 + 1 / 4)
+    learner = Suffix(learn=True)
+    large, prompt = make_target(vocab=300, seed=2), [[7, 8]]
+    learnt = generate(large, prompt, drafter=learner, shape=shape, eos=None, max_new_tokens=40).rows[0].tokens
+    assert max(learnt) >= 100
+    before = next(i for i, (a, b) in enumerate(itertools.pairwise(learnt)) if a < 100 <= b)
+    prompt = [[5, *[i for i in learnt[: before + 1] if i < 100]]]
+    for settings in ({}, {"temperature": 1.0}):
+        row = generate(target, prompt, drafter=learner, shape=shape, eos=None, max_new_tokens=9, **settings).rows[0]
+        assert settings or row.tokens == fresh_greedy(target, prompt[0], 9)
 
 
 def test_cost_grows_with_the_context(target: Target, monkeypatch) -> None:
@@ -237,6 +258,7 @@ def test_a_call_learns_from_itself_or_not_from_the_last(make_table_target) -> No
         ({"max_cached": -1}, "max_cached=-1"),
         ({"corpus": ["a text"]}, "text 0 of the corpus is 'a text'; it must be a list of token ids"),
         ({"corpus": [1, 2]}, "text 0 of the corpus is 1"),
+        ({"corpus": [[1, 2], [3, -100]]}, "holds -100; token ids start at 0: leave masked places out"),
     ],
 )
 def test_settings_without_meaning_are_taken(settings: dict, message: str) -> None:
@@ -247,6 +269,6 @@ def test_settings_without_meaning_are_taken(settings: dict, message: str) -> Non
 def test_probabilities_below_the_first_match_are_forgotten() -> None:
     """Chances of a chain are products of count ratios: by hand."""
     trie = trie_of([[1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5]], 4)
-    assert chain_from(trie.find([1]), Limits(3, 9, 0.0, 0.0)) == (suffix.RowDraft([2, 3], [0, 1]), pytest.approx(3 / 4 + 2 / 4))
-    assert chain_from(trie.find([1]), Limits(3, 9, 0.6, 0.0))[0].tokens == [2]
-    assert chain_from(trie.find([1]), Limits(3, 9, 0.8, 0.0)) == (suffix.RowDraft([], []), 0.0)
+    assert chain_from(trie.find([1]), Limits(3, 9, 0.0, 0.0, 9)) == (suffix.RowDraft([2, 3], [0, 1]), pytest.approx(3 / 4 + 2 / 4))
+    assert chain_from(trie.find([1]), Limits(3, 9, 0.6, 0.0, 9))[0].tokens == [2]
+    assert chain_from(trie.find([1]), Limits(3, 9, 0.8, 0.0, 9)) == (suffix.RowDraft([], []), 0.0)

@@ -32,7 +32,7 @@ def batch_of(head: Eagle3, lengths: list[int], seed: int = 0) -> SimpleNamespace
     return SimpleNamespace(ids_BL=ids_BL, mask_BL=torch.ones(B, L, dtype=torch.long), states_BLF=states_BLF)
 
 
-def new_cache(head: Eagle3, rows: int = 1) -> SlabCache:
+def new_cache(head: Eagle3, rows: int = 1, dtype: torch.dtype = torch.float32) -> SlabCache:
     c = head.config
     return SlabCache(
         layers=1,
@@ -40,7 +40,7 @@ def new_cache(head: Eagle3, rows: int = 1) -> SlabCache:
         kv_heads=c.num_key_value_heads,
         head_dim=c.head_dim,
         max_length=60,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
     )
 
@@ -157,6 +157,23 @@ def test_rows_that_settle_unequal_numbers_are_mixed_up(target: Target, head: Eag
             expected_after, _ = head.extend(its, drafts[b : b + 1], torch.zeros(1, 1, dtype=torch.long), embed, alone)
             torch.testing.assert_close(after[b], expected_after[0], atol=1e-5, rtol=1e-5)
     assert cache.lengths_B.tolist() == [7, 9]
+
+
+@pytest.mark.parametrize(("of_head", "of_target"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_embeddings_of_another_precision_change_the_draft(target: Target, make_head, of_head: torch.dtype, of_target: torch.dtype) -> None:
+    """Drafting reads them in the head's precision: the logits of a head whose target has that precision."""
+    head = make_head(target).requires_grad_(False).to(of_head)
+    batch = batch_of(head, [7])
+    embed = target.embedding_VW.bfloat16()  # exact in both, like the states
+    found = []
+    for dtype in (of_target, of_head):
+        cache = new_cache(head, dtype=of_head)
+        states, ids = batch.states_BLF[:, :6].bfloat16().to(dtype), batch.ids_BL[:, 1:7]
+        logits, state = head.begin(states, ids, torch.tensor([6]), embed.to(dtype), cache, None)
+        after, _ = head.extend(state, torch.tensor([[11, 12]]), torch.tensor([[0, 0]]), embed.to(dtype), cache)
+        found.append((logits, after))
+    for mixed, same in zip(*found, strict=True):
+        assert mixed.dtype == of_head and torch.equal(mixed, same)
 
 
 def test_a_branch_sees_its_neighbour(target: Target, head: Eagle3) -> None:

@@ -14,7 +14,7 @@ from spectrain.drafters.scripted import Scripted
 from spectrain.target.cache import SlabCache
 from spectrain.target.model import Target
 
-TOKENS = 250
+TOKENS = 200
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +58,16 @@ def test_some_answers_end_early(worlds: dict[str, Any]) -> None:
     ("model", "drafter", "shape", "batch"),
     [("llama", "oracle tree", "bushy", 3), ("gemma2", "small model", "dynamic", 8), ("llama", "oracle chain", "chain 4", 8)],
 )
-def test_grid_misses_a_fault(
-    grid: ModuleType, worlds: dict[str, Any], monkeypatch, model: str, drafter: str, shape: str, batch: int
-) -> None:
-    """CA1: a cache that keeps the first nodes instead of the accepted path; for chains one that keeps a node too many."""
+def test_grid_misses_a_fault(grid: ModuleType, worlds: dict, monkeypatch, model: str, drafter: str, shape: str, batch: int) -> None:
+    """CA1: a cache that keeps the first nodes instead of the accepted path; for chains one that loses the last of three."""
     commit = SlabCache.commit
-    changed = {
-        False: lambda cache, count_B, path_BK=None: commit(cache, count_B, None),
-        True: lambda cache, count_B, path_BK=None: commit(cache, count_B + (count_B < 4) * (count_B > 0) * (cache.staged == 5), path_BK),
-    }
+
+    def without_path(cache: SlabCache, count_B: torch.Tensor, path_BK: torch.Tensor | None = None) -> None:
+        commit(cache, count_B - (count_B == 3).long() if path_BK is None else count_B)
+
     cell = grid.Cell(model, drafter, shape, batch, TOKENS)
-    settings = grid.settings_of(worlds[model], cell)
-    assert settings["drafter"].start(worlds[model].target, 1, 8) is not None
-    monkeypatch.setattr(SlabCache, "commit", changed[drafter == "oracle chain"])
+    worlds[model].questions(1)  # plain decoding comes before the fault
+    monkeypatch.setattr(SlabCache, "commit", without_path)
     line = grid.run_cell(worlds[model], cell)
     assert line["faults"] > line["rows"] // 3 and grid.failed(line) and line["equal"] < line["rows"]
     assert "token" in line["examples"][0]["what"]
@@ -79,7 +76,7 @@ def test_grid_misses_a_fault(
 @pytest.mark.parametrize("shape", ["bushy", "dynamic"])
 def test_grid_misses_siblings_that_see_each_other(grid: ModuleType, worlds: dict[str, Any], monkeypatch, shape: str) -> None:
     """MK1: nodes see everything before them instead of their ancestors."""
-    monkeypatch.setattr(Target, "masks", lambda target, cache, line_BNM: causal(target, cache, line_BNM))
+    monkeypatch.setattr(Target, "masks", causal)
     assert grid.run_cell(worlds["llama"], grid.Cell("llama", "oracle tree", shape, 3, TOKENS))["faults"] > 0
 
 
@@ -109,11 +106,11 @@ def test_grid_misses_an_end(grid: ModuleType, worlds: dict[str, Any], monkeypatc
 
     monkeypatch.setattr(generator.Row, "keep", forgets)
     line = grid.run_cell(worlds["llama"], cell)
-    assert line["faults"] == line["rows"] and line["examples"][0]["what"] == "the record of its rounds"
+    assert line["faults"] > line["rows"] // 2 and line["examples"][0]["what"] == "the record of its rounds"
     monkeypatch.undo()
     monkeypatch.setattr(generator, "rows_of", seedless(generator.rows_of))
-    sampled = grid.Cell("llama", "small model", "chain 4", 8, TOKENS, rule="block", counts=False)
-    assert grid.run_cell(worlds["llama"], sampled)["faults"] > 8
+    sampled = grid.Cell("llama", "small model", "chain 4", 3, TOKENS, rule="block", counts=False)
+    assert grid.run_cell(worlds["llama"], sampled)["faults"] > 3
 
 
 def seedless(rows_of: Any) -> Any:
