@@ -120,20 +120,10 @@ def generate(
         return Result(rows=[], seconds=0.0, rule=rule, law=law)
     drafter = drafter if shape.depth else None
     nodes = 1 + shape.budget if drafter else 1
-    # Twice the nodes: a row may end with a whole block accepted and then wait in the batch through further rounds.
-    max_length = max(row.prompt_length + row.stop.max_new_tokens for row in rows) + 2 * nodes
     mode = choose(target, compile, rows=len(rows), nodes=nodes, passes=max(row.stop.max_new_tokens for row in rows))
     passes = passes_of(target, mode, rows=len(rows), nodes=nodes, strict=compile is True)
     run = _Run(target, passes, drafter.layer_ids if drafter else (), shape, law, rule, sampling, stream)
-    histories = None
-    if processing.active:
-        prompts_ids = [row.ids for row in rows]
-        histories = Histories(processing, prompts_ids, vocab_size=target.vocab_size, eos_ids=ends, device=target.device)
-    batch = _Batch(
-        rows=list(rows), cache=target.new_cache(len(rows), max_length),
-        session=drafter.start(target, len(rows), max_length + shape.width * shape.depth) if drafter else None,
-        policy=policy.start(shape, len(rows)) if policy and drafter else None, histories=histories,
-    )  # fmt: skip
+    batch = _open(run, rows, drafter, policy, processing, ends)
     _prefill(run, batch)
     while _drop_finished(batch):
         _round(run, batch)
@@ -144,6 +134,23 @@ def generate(
         RowResult(r.tokens, r.stop.text(r.tokens), r.reason or "length", r.rounds, r.seed, r.prompt_length, r.prefill_seconds) for r in rows
     ]
     return Result(rows=results, seconds=time.perf_counter() - started, rule=rule, law=law, mode=passes.mode)
+
+
+def _open(
+    run: _Run, rows: Sequence[Row], drafter: Drafter | None, policy: Adaptive | None, processing: Processing, ends: frozenset[int]
+) -> _Batch:
+    """Cache, sessions and histories for these rows."""
+    target, shape = run.target, run.shape
+    # Twice the nodes: a row may end with a whole block accepted and then wait in the batch through further rounds.
+    max_length = max(row.prompt_length + row.stop.max_new_tokens for row in rows) + 2 * (1 + shape.budget)
+    histories = None
+    if processing.active:
+        histories = Histories(processing, [row.ids for row in rows], vocab_size=target.vocab_size, eos_ids=ends, device=target.device)
+    return _Batch(
+        rows=list(rows), cache=target.new_cache(len(rows), max_length),
+        session=drafter.start(target, len(rows), max_length + shape.width * shape.depth) if drafter else None,
+        policy=policy.start(shape, len(rows)) if policy and drafter else None, histories=histories,
+    )  # fmt: skip
 
 
 def _check_parts(target: Target, drafter: Any, shape: Any, policy: Any, processing: Processing) -> None:

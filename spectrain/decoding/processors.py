@@ -14,31 +14,37 @@ K forced tokens, U ids said by any row, T new tokens, L ids of a history, G laws
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spectrain.decoding.sampling import LARGEST, is_real, is_whole
+
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
-# Classes of transformers that keep a state from call to call, or tell prompts apart by the row of the call: neither has a meaning for
-# a call that holds several nodes of one prompt.
-REFUSED = frozenset(
-    {
-        "ClassifierFreeGuidanceLogitsProcessor",
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "SynthIDTextWatermarkLogitsProcessor",
-        "EncoderRepetitionPenaltyLogitsProcessor",
-        "EncoderNoRepeatNGramLogitsProcessor",
-    }
-)
+# Classes of transformers (5.23) that cannot follow the nodes of a tree, by what is in the way: a call holds several nodes of one prompt.
+STATE, ROW = "keeps a state from call to call", "tells prompts apart by their row in the call"
+REFUSED = {
+    "ClassifierFreeGuidanceLogitsProcessor": ROW,
+    "DiaClassifierFreeGuidanceLogitsProcessor": ROW,
+    "DiaEOSChannelFilterLogitsProcessor": ROW,
+    "DiaEOSDelayPatternLogitsProcessor": STATE,
+    "EncoderNoRepeatNGramLogitsProcessor": ROW,
+    "EncoderRepetitionPenaltyLogitsProcessor": ROW,
+    "HiggsAudioV2DelayPatternLogitsProcessor": STATE,
+    "PrefixConstrainedLogitsProcessor": "gives its function the row in the call as batch_id",
+    "SynthIDTextWatermarkLogitsProcessor": STATE,
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": STATE,
+    "WhisperNoSpeechDetection": STATE,
+}
 
 
 @dataclass(frozen=True)
 class Processing:
-    """Settings that depend on the history; one for a call. Raises ValueError for a field out of range.
+    """Settings that depend on the history; one for a call. Raises ValueError for a field of another type or out of range.
 
     repetition_penalty: over prompt and answer; logits above 0 are divided by it, those below multiplied (arXiv 1909.05858).
     frequency_penalty, presence_penalty: over the answer only; subtract frequency * count and presence * (count > 0).
@@ -46,6 +52,7 @@ class Processing:
     forced_tokens: place in the answer (from 0) -> id; the law there is one-hot.
     logits_processors: a list (transformers' LogitsProcessorList too) of functions (ids [n, L] int64, scores [n, V]) -> scores [n, V].
     The n histories of a call come from any nodes of any prompts: a processor must depend on its arguments alone, row by row.
+    The last three take any list or dict as it comes from a user, None for none, and are held as tuples and a dict of ints.
     """
 
     repetition_penalty: float = 1.0
@@ -57,20 +64,16 @@ class Processing:
     logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be above 0 and finite, found {self.repetition_penalty}; 1 is none")
+        if not (is_real(self.repetition_penalty) and 1 / LARGEST <= self.repetition_penalty <= LARGEST):
+            raise ValueError(f"repetition_penalty must be a number from {1 / LARGEST:g} to {LARGEST:g}, found {self.repetition_penalty!r}")
         for name in ("frequency_penalty", "presence_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be finite, found {getattr(self, name)}; 0 is none")
-        if not _whole(self.min_new_tokens):
+            penalty = getattr(self, name)
+            if not (is_real(penalty) and abs(penalty) <= LARGEST):
+                raise ValueError(f"{name} must be a number from -{LARGEST:g} to {LARGEST:g}, found {penalty!r}; 0 is none")
+        if not is_whole(self.min_new_tokens):
             raise ValueError(f"min_new_tokens must be a whole number from 0, found {self.min_new_tokens!r}")
-        if not isinstance(self.banned_tokens, Iterable) or not all(map(_whole, self.banned_tokens)):
-            raise ValueError(f"banned_tokens must be a list of token ids, found {self.banned_tokens!r}")
-        forced = self.forced_tokens
-        if not isinstance(forced, Mapping) or not all(_whole(number) for pair in forced.items() for number in pair):
-            raise ValueError(f"forced_tokens must map places in the answer (from 0) to token ids, found {forced!r}")
-        object.__setattr__(self, "banned_tokens", tuple(self.banned_tokens))
-        object.__setattr__(self, "forced_tokens", dict(forced))
+        object.__setattr__(self, "banned_tokens", _checked_ids(self.banned_tokens))
+        object.__setattr__(self, "forced_tokens", _checked_places(self.forced_tokens))
         object.__setattr__(self, "logits_processors", _checked_processors(self.logits_processors))
 
     @property
@@ -84,32 +87,60 @@ class Processing:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
 
-def _whole(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+def _checked_ids(banned: Any) -> tuple[int, ...]:
+    try:
+        ids = None if isinstance(banned, (str, bytes, Mapping)) else tuple(() if banned is None else banned)
+    except TypeError:  # a number, also one of numpy or torch
+        ids = None
+    if ids is None or not all(map(is_whole, ids)):
+        raise ValueError(f"banned_tokens must be a list of token ids (whole numbers from 0), found {banned!r}")
+    return tuple(map(int, ids))
+
+
+def _checked_places(forced: Any) -> dict[int, int]:
+    pairs = {} if forced is None else forced
+    if not isinstance(pairs, Mapping) or not all(is_whole(number) for pair in pairs.items() for number in pair):
+        raise ValueError(f"forced_tokens must map places in the answer (from 0) to token ids, found {forced!r}")
+    return {int(place): int(token) for place, token in pairs.items()}
 
 
 def _name(processor: Any) -> str:
     return getattr(processor, "__name__", type(processor).__name__)
 
 
+def _flat(processors: Iterable[Any]) -> Iterator[Any]:
+    for item in processors:
+        yield from _flat(item) if isinstance(item, list) else [item]
+
+
 def _checked_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
-    if not isinstance(processors, Iterable):
+    if processors is not None and (not isinstance(processors, Iterable) or isinstance(processors, (str, bytes, Mapping))):
         raise ValueError(f"logits_processors must be a list, found {_name(processors)}; for one processor pass [processor]")
-    checked = tuple(p for item in processors for p in (item if isinstance(item, list) else [item]))
+    checked = tuple(_flat(() if processors is None else processors))
     for processor in checked:
-        if any(kind.__name__ in REFUSED for kind in type(processor).__mro__):
-            raise ValueError(
-                f"logits_processors holds {_name(processor)}, which keeps a state or tells prompts apart by their row, so that it cannot "
-                "follow the nodes of a draft tree; leave it out, or decode with transformers"
-            )
-        try:
-            inspect.signature(processor).bind(None, None)
-        except TypeError:
-            found = f"{_name(processor)}, which is not a function of (input_ids, scores)"
-            raise ValueError(f"logits_processors holds {found}; wrap it in one") from None
-        except ValueError:  # a function without a signature: the call itself will tell
-            pass
+        _check_processor(processor)
     return checked
+
+
+def _check_processor(processor: Any) -> None:
+    """Refuse what is no function of (input_ids, scores), and what depends on more than these."""
+    reason = next((REFUSED[kind.__name__] for kind in type(processor).__mro__ if kind.__name__ in REFUSED), None)
+    if reason is None and isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # of RepetitionPenaltyLogitsProcessor
+        reason = ROW
+    if reason is not None:
+        raise ValueError(
+            f"logits_processors holds {_name(processor)}, which {reason}, so that it cannot follow the nodes of a draft tree; pass a "
+            "function of (input_ids, scores) that depends on input_ids alone, or decode with transformers"
+        )
+    if isinstance(processor, type):
+        raise ValueError(f"logits_processors holds the class {_name(processor)}; pass an instance of it")
+    try:
+        inspect.signature(processor).bind(None, None)
+    except TypeError:
+        found = f"{_name(processor)}, which is not a function of (input_ids, scores)"
+        raise ValueError(f"logits_processors holds {found}; wrap it in one") from None
+    except ValueError:  # a function without a signature: the call itself will tell
+        pass
 
 
 def penalise(x: Tensor, seen: Tensor, count: Tensor, *, repetition: float, frequency: float, presence: float) -> Tensor:
@@ -166,7 +197,7 @@ class Histories:
         B, self.processing, self._device = len(prompts), processing, torch.device(device)
         _check_ids(processing, vocab_size)
         self._ends_V, self._banned_V, self._early_V = (torch.zeros(vocab_size, dtype=torch.bool, device=device) for _ in range(3))
-        self._ends_V[[i for i in eos_ids if i < vocab_size]] = True
+        self._ends_V[[i for i in eos_ids if 0 <= i < vocab_size]] = True  # -1 is a way to say none, and no id from the end
         self._banned_V[list(processing.banned_tokens)] = True
         self._early_V = self._banned_V | self._ends_V
         self._forced_at_K = torch.tensor(list(processing.forced_tokens), dtype=torch.long, device=device)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.sampling import RandomSource
-from spectrain.decoding.tree import DraftTree
+from spectrain.decoding.tree import DraftTree, depths
+
+TYPICAL_EPSILON, TYPICAL_DELTA = 0.09, 0.3  # Medusa's: delta = sqrt(epsilon) (arXiv 2401.10774, section 2.3.1)
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,16 @@ class Accepted:
     next_B: Tensor
 
 
-def greedy(p_BNV: Tensor, tree: DraftTree, coins: RandomSource | None) -> Accepted:
-    """The path of the target's only choices; ValueError unless every law is one-hot."""
+def greedy(p_BNV: Tensor, tree: DraftTree) -> Accepted:
+    """The path of the target's only choices; no coins. ValueError unless every law is one-hot."""
     best = p_BNV.max(-1)
-    if not bool(((best.values > 1 - 1e-6) | ~used_nodes(tree)).all()):
-        raise ValueError("rule 'greedy' needs temperature 0 (one-hot laws); use rule='point_mass' or 'auto' when sampling")
+    sure_BN = ((best.values - 1).abs() < 1e-6) | ~used_nodes(tree)
+    if not bool(sure_BN.all()):
+        row, node = (~sure_BN).nonzero()[0].tolist()
+        raise ValueError(
+            "rule 'greedy' needs temperature 0 (one-hot laws); use rule='point_mass' or 'auto' when sampling; "
+            f"found a largest chance of {float(best.values[row, node]):.6g} at row {row}, node {node}"
+        )
     return follow(best.indices, tree)
 
 
@@ -57,7 +64,7 @@ def _match(choose: Callable[[Tensor], Tensor], tree: DraftTree) -> Accepted:
         match_BN = used_BN & (tree.parents_BN == node_B[:, None]) & (tree.tokens_BN == wanted_B[:, None])
         found_B = match_BN.any(-1)
         if not bool(found_B.any()):
-            return accepted(tree, node_B, wanted_B)
+            return path_to(tree, node_B, wanted_B)
         node_B = torch.where(found_B, match_BN.int().argmax(-1), node_B)
 
 
@@ -65,27 +72,28 @@ def typical(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
     """Typical acceptance of Medusa (arXiv 2401.10774, section 2.3.1). LOSSY: the tokens do not follow the target's law.
 
     Token x passes where p(x) > min(epsilon, delta * exp(-entropy of p)). The longest path whose nodes all pass is kept, among equals
-    the likeliest under the target; the token after it is drawn from p.
+    the likeliest under the target; the token after it is drawn from p. The paper takes the first token greedily, so that each of its
+    steps moves on; here a step moves on by that last token, which is the root of the next tree: no draft needs to pass unseen.
     """
     limit_BN = typical_limit(p_BNV).gather(1, tree.parents_BN.clamp(min=0))
     chance_BN = token_chances(p_BNV, tree)
     passes_BN = (chance_BN > limit_BN) & used_nodes(tree)
     is_root_BN = tree.parents_BN < 0
     step_BN = torch.where(is_root_BN, 0.0, torch.where(passes_BN, chance_BN, 0.0).log())
-    level_BN, levels = node_levels(tree.parents_BN)
+    level_BN = depths(tree.parents_BN)
     joint_BN = step_BN
-    for _ in range(levels - 1):
+    for _ in range(int(level_BN.max())):
         joint_BN = torch.where(is_root_BN, 0.0, step_BN + joint_BN.gather(1, tree.parents_BN.clamp(min=0)))
     depth_BN = torch.where(joint_BN > -torch.inf, level_BN, -1)
     longest_BN = depth_BN == depth_BN.amax(-1, keepdim=True)
     last_B = torch.where(longest_BN, joint_BN, -torch.inf).argmax(-1)
-    return accepted(tree, last_B, last_token(law_at(p_BNV, last_B), last_B, coins))
+    return path_to(tree, last_B, last_token(law_at(p_BNV, last_B), last_B, coins))
 
 
 def typical_limit(p_BNV: Tensor) -> Tensor:
-    """min(epsilon, delta * exp(-entropy)) [B, N] with Medusa's epsilon = 0.09 and delta = 0.3 = sqrt(epsilon)."""
+    """min(epsilon, delta * exp(-entropy)) [B, N]."""
     entropy_BN = torch.special.entr(p_BNV).sum(-1, dtype=torch.float64)
-    limit_BN: Tensor = (0.3 * (-entropy_BN).exp()).clamp(max=0.09)
+    limit_BN: Tensor = (TYPICAL_DELTA * (-entropy_BN).exp()).clamp(max=TYPICAL_EPSILON)
     return limit_BN
 
 
@@ -137,6 +145,7 @@ def multidraft(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
         token_B1 = tree.tokens_BN.gather(1, child_B[:, None])
         part_B1 = torch.where(active_B[:, None], p_BV.gather(1, token_B1), 0.0)
         gain_B = coins.below(part_B1, torch.where(active_B[:, None], q_BV.gather(1, token_B1), 1.0), child_B[:, None], "accept")[:, 0]
+        # loss: the child was tested and refused, its parent's laws change; gain: it was kept, and its own laws take over
         loss_B1, gain_B1 = (active_B & ~gain_B)[:, None], gain_B[:, None]
         one_B = torch.ones_like(part_B1[:, 0])
         left_BV = residual(p_BV, q_BV, one_B)[0]
@@ -145,7 +154,7 @@ def multidraft(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
         q_BV = torch.where(loss_B1, lost_q_BV, torch.where(gain_B1, law_at(q_BNV, child_B), q_BV))
         node_B = torch.where(gain_B, child_B, node_B)
         tried_B = torch.where(active_B, child_B, tried_B)
-    return accepted(tree, node_B, last_token(p_BV, node_B, coins))
+    return path_to(tree, node_B, last_token(p_BV, node_B, coins))
 
 
 def _tests(part_BN: Tensor, whole_BN: Tensor, tree: DraftTree, coins: RandomSource) -> Tensor:
@@ -161,7 +170,7 @@ def _stop(p_BNV: Tensor, tree: DraftTree, last_B: Tensor, weight_B: Tensor, coin
     p_BV = law_at(p_BNV, last_B)
     left_BV = residual(p_BV, law_at(drawn_from(tree), last_B), weight_B)[0]
     whole_B1 = (last_B == tree.num_B - 1)[:, None]
-    return accepted(tree, last_B, last_token(torch.where(whole_B1, p_BV, left_BV), last_B, coins))
+    return path_to(tree, last_B, last_token(torch.where(whole_B1, p_BV, left_BV), last_B, coins))
 
 
 def last_token(p_BV: Tensor, node_B: Tensor, coins: RandomSource) -> Tensor:
@@ -187,7 +196,11 @@ def without(q_BV: Tensor, token_B1: Tensor) -> Tensor:
 
 
 def rows_at(p_BNV: Tensor, node_B: Tensor) -> Tensor:
-    """The laws [B, V] of one node a row, as they are stored."""
+    """The laws [B, V] of one node a row, as they are stored.
+
+    Enough for a draw from p itself (point_mass, a tree of roots alone): `pick` scales by the law's own total. A law that is subtracted
+    from another, or divided by it, must be normalised first (`law_at`).
+    """
     return p_BNV[torch.arange(len(node_B), device=node_B.device), node_B]
 
 
@@ -203,11 +216,12 @@ def normalised(p_BV: Tensor) -> Tensor:
 
 
 def token_chances(p_BNV: Tensor, tree: DraftTree) -> Tensor:
-    """Chance [B, N] (float64) of each node's token under the normalised law of its parent; at the root a number without meaning."""
+    """Chance [B, N] (float64) of each node's token under the normalised law of its parent; without meaning at the root and padding."""
     row_B1 = torch.arange(len(p_BNV), device=p_BNV.device)[:, None]
     parents_BN = tree.parents_BN.clamp(min=0)
+    tokens_BN = torch.where(used_nodes(tree), tree.tokens_BN, 0)  # padding may hold any number
     total_BN = p_BNV.sum(-1, dtype=torch.float64)
-    return p_BNV[row_B1, parents_BN, tree.tokens_BN].double() / total_BN.gather(1, parents_BN)
+    return p_BNV[row_B1, parents_BN, tokens_BN].double() / total_BN.gather(1, parents_BN)
 
 
 def drawn_from(tree: DraftTree) -> Tensor:
@@ -228,22 +242,12 @@ def next_child(tree: DraftTree, node_B: Tensor, tried_B: Tensor) -> tuple[Tensor
     return match_BN.int().argmax(-1), match_BN.any(-1)
 
 
-def node_levels(parents_BN: Tensor) -> tuple[Tensor, int]:
-    """Level [B, N] of each node, 0 at the root, and the number of levels."""
-    level_BN, above_BN, levels = torch.zeros_like(parents_BN), parents_BN, 1
-    while bool((above_BN >= 0).any()):
-        level_BN = level_BN + (above_BN >= 0)
-        above_BN = torch.where(above_BN >= 0, parents_BN.gather(1, above_BN.clamp(min=0)), -1)
-        levels += 1
-    return level_BN, levels
-
-
-def accepted(tree: DraftTree, last_B: Tensor, next_B: Tensor) -> Accepted:
+def path_to(tree: DraftTree, last_B: Tensor, next_B: Tensor) -> Accepted:
     """The path from the root to node `last`, and the token after it."""
-    level_BN, levels = node_levels(tree.parents_BN)
+    level_BN = depths(tree.parents_BN)
     node_B1 = last_B[:, None]
     path_BN = torch.full_like(tree.parents_BN, -1)
-    for _ in range(levels):  # column 0 is the root's
+    for _ in range(int(level_BN.max()) + 1):  # column 0 is the root's
         path_BN = path_BN.scatter(1, level_BN.gather(1, node_B1), node_B1)
         node_B1 = tree.parents_BN.gather(1, node_B1).clamp(min=0)
     return Accepted(path_BK=path_BN[:, 1:], length_B=level_BN.gather(1, last_B[:, None])[:, 0], next_B=next_B)

@@ -4,7 +4,8 @@ Legend: B rows, N nodes, X chosen nodes, W children of a node, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from numbers import Integral, Real
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,11 +13,15 @@ from torch import Tensor
 from spectrain.decoding.tree import Law
 
 ROLES = {"choice": 1, "draft": 2, "accept": 3, "residual": 4}
+LARGEST = 1e30  # float32 ends at 3e38; a setting beyond it turns a logit of -inf into NaN
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Transforms of the logits, applied in this order: temperature, top-k, top-p, min-p. Raises ValueError out of range."""
+    """Transforms of the logits, applied in this order: temperature, top-k, top-p, min-p.
+
+    Raises ValueError for a field of another type or out of range.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -24,15 +29,30 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf") or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            needed = "temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
-            raise ValueError(f"sampling settings out of range: {self}; needed {needed}")
+        for name, sound, needed in (
+            ("temperature", is_real(self.temperature) and 0 <= self.temperature <= LARGEST, f"a number from 0 (greedy) to {LARGEST:g}"),
+            ("top_k", is_whole(self.top_k), "a whole number from 0 (all tokens)"),
+            ("top_p", is_real(self.top_p) and 0 < self.top_p <= 1, "a number above 0, up to 1 (all tokens)"),
+            ("min_p", is_real(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 (all tokens) to 1"),
+        ):
+            if not sound:
+                raise ValueError(f"{name} is out of range: found {getattr(self, name)!r}, needed {needed}")
+
+
+def is_real(number: Any) -> bool:
+    """Whether a setting is a number; True and False are none."""
+    return isinstance(number, Real) and not isinstance(number, bool)
+
+
+def is_whole(number: Any) -> bool:
+    """Whether a setting is a whole number from 0 that int64 holds; True, False and 2.0 are none."""
+    return isinstance(number, Integral) and not isinstance(number, bool) and 0 <= int(number) < 2**63
 
 
 def probabilities(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
     """The law p_BNV (float32) after every transform; at temperature 0 a one-hot law on the best token."""
     if sampling.temperature == 0:
-        best_BN1 = logits_BNV.argmax(-1, keepdim=True)
+        best_BN1 = logits_BNV.max(-1, keepdim=True).indices  # three times as fast as argmax on a CPU
         return torch.zeros_like(logits_BNV, dtype=torch.float32).scatter_(-1, best_BN1, 1.0)
     x_BNV = logits_BNV.float() / max(sampling.temperature, 1e-30)  # below that float32 overflows; the law is one-hot long before
     if 0 < sampling.top_k < x_BNV.shape[-1]:
@@ -71,16 +91,14 @@ def draw(p_BNV: Tensor, u_BN: Tensor) -> Tensor:
     return token_BN.clamp(max=p_BNV.shape[-1] - 1)  # beyond the end only for a law without any mass
 
 
-_inverse = draw  # in the methods below `draw` is a number
-
-
 class RandomSource(Protocol):
-    """All that drawing and verification ask of random numbers; each key (node, role, draw number) names one number of a row's round."""
+    """All that drawing and verification ask of random numbers; each key (node, role, number of the draw) names one number of a row's
+    round."""
 
-    def below(self, part_BX: Tensor, whole_BX: Tensor, node_BX: Tensor, role: str, draw: int = 0) -> Tensor:
+    def below(self, part_BX: Tensor, whole_BX: Tensor, node_BX: Tensor, role: str, number: int = 0) -> Tensor:
         """True with chance part / whole (at most 1), boolean [B, X]."""
 
-    def pick(self, p_BXV: Tensor, node_BX: Tensor, role: str, draw: int = 0) -> Tensor:
+    def pick(self, p_BXV: Tensor, node_BX: Tensor, role: str, number: int = 0) -> Tensor:
         """A token of each law, int64 [B, X]; p need not sum to 1."""
 
 
@@ -96,20 +114,20 @@ class Coins:
     seed_B: Tensor
     length_B: Tensor
 
-    def uniform(self, nodes: int | Tensor, role: str, draw: int = 0) -> Tensor:
+    def uniform(self, nodes: int | Tensor, role: str, number: int = 0) -> Tensor:
         """Independent numbers in [0, 1), float64: [B, nodes] for the first nodes, [B, X] for node numbers node_BX."""
         node_BX = torch.arange(nodes, device=self.seed_B.device) if isinstance(nodes, int) else nodes
         key_BX = mix(mix(self.seed_B) + self.length_B)[:, None] + node_BX
-        bits_BX = mix(mix(mix(key_BX) + ROLES[role]) + draw)
+        bits_BX = mix(mix(mix(key_BX) + ROLES[role]) + number)
         return ((bits_BX >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
-    def below(self, part_BX: Tensor, whole_BX: Tensor, node_BX: Tensor, role: str, draw: int = 0) -> Tensor:
+    def below(self, part_BX: Tensor, whole_BX: Tensor, node_BX: Tensor, role: str, number: int = 0) -> Tensor:
         """Whether u * whole < part, boolean [B, X]: strict, so that a part of 0 never passes, whatever the coin."""
-        return self.uniform(node_BX, role, draw) * whole_BX < part_BX
+        return self.uniform(node_BX, role, number) * whole_BX < part_BX
 
-    def pick(self, p_BXV: Tensor, node_BX: Tensor, role: str, draw: int = 0) -> Tensor:
+    def pick(self, p_BXV: Tensor, node_BX: Tensor, role: str, number: int = 0) -> Tensor:
         """A token of each law by its inverse CDF, int64 [B, X]."""
-        return _inverse(p_BXV, self.uniform(node_BX, role, draw))
+        return draw(p_BXV, self.uniform(node_BX, role, number))
 
 
 def draw_children(q_BXV: Tensor, node_BX: Tensor, width: int, law: Law, coins: RandomSource) -> tuple[Tensor, Tensor]:
@@ -123,7 +141,7 @@ def draw_children(q_BXV: Tensor, node_BX: Tensor, width: int, law: Law, coins: R
         raise ValueError("law 'point_mass' draws no children: choose tokens, or draw with law 'iid' or 'without_replacement'")
     tokens, alive = [], []
     for k in range(width):
-        token_BX = coins.pick(q_BXV, node_BX, "draft", draw=k)
+        token_BX = coins.pick(q_BXV, node_BX, "draft", number=k)
         tokens.append(token_BX)
         alive.append(q_BXV.gather(-1, token_BX[..., None])[..., 0] > 0)
         if law == "without_replacement" and k + 1 < width:

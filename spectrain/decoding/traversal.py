@@ -13,26 +13,25 @@ from torch import Tensor
 
 from spectrain.decoding.rules import (
     Accepted,
-    accepted,
     drawn_from,
     last_token,
     next_child,
-    node_levels,
     normalised,
+    path_to,
     residual,
     token_chances,
     without,
 )
 from spectrain.decoding.sampling import RandomSource
-from spectrain.decoding.tree import DraftTree
+from spectrain.decoding.tree import DraftTree, depths
 
 
 class _Laws:
     """The laws of all nodes, of which those that lost a child are replaced; a replaced law lives until its level is replaced again."""
 
-    def __init__(self, law_BNV: Tensor, tree: DraftTree, level_BN: Tensor, levels: int) -> None:
-        self._law_BNV, self._levels = law_BNV, levels
-        self._inner_BN = level_BN.clamp(max=max(levels - 2, 0))
+    def __init__(self, law_BNV: Tensor, tree: DraftTree, level_BN: Tensor) -> None:
+        self._law_BNV, self._deepest = law_BNV, int(level_BN.max())
+        self._inner_BN = level_BN.clamp(max=max(self._deepest - 1, 0))
         self._chance_BN = token_chances(law_BNV, tree)
         self._changed_BN = torch.zeros_like(level_BN, dtype=torch.bool)
         self._new_BDV: Tensor | None = None
@@ -56,15 +55,15 @@ class _Laws:
     def replace_(self, row_R: Tensor, node_R: Tensor, law_RV: Tensor) -> None:
         if self._new_BDV is None:
             B, _, V = self._law_BNV.shape
-            self._new_BDV = law_RV.new_zeros(B, self._levels - 1, V)  # the deepest level has no children to lose
+            self._new_BDV = law_RV.new_zeros(B, self._deepest, V)  # the deepest level has no children to lose
         self._changed_BN[row_R, node_R] = True
         self._new_BDV[row_R, self._inner_BN[row_R, node_R]] = law_RV
 
 
 def traversal(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
     """Verify a tree of iid children or of children drawn without replacement, bottom up (arXiv 2505.12398, algorithm 1)."""
-    level_BN, levels = node_levels(tree.parents_BN)
-    p, q = (_Laws(law_BNV, tree, level_BN, levels) for law_BNV in (p_BNV, drawn_from(tree)))
+    level_BN = depths(tree.parents_BN)
+    p, q = (_Laws(law_BNV, tree, level_BN) for law_BNV in (p_BNV, drawn_from(tree)))
     node_B = tried_B = torch.zeros_like(tree.num_B)
     weight_BN = torch.ones_like(tree.tokens_BN, dtype=torch.float64)
     active_B = torch.ones_like(node_B, dtype=torch.bool)
@@ -78,7 +77,7 @@ def traversal(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
         tried_B = torch.where(active_B, node_B, tried_B)
         node_B = torch.where(active_B, tree.parents_BN.gather(1, node_B[:, None])[:, 0], node_B)
     row_B = torch.arange(len(node_B), device=node_B.device)
-    return accepted(tree, node_B, last_token(p.at(row_B, node_B), node_B, coins))
+    return path_to(tree, node_B, last_token(p.at(row_B, node_B), node_B, coins))
 
 
 def _descend(

@@ -12,7 +12,7 @@ The tree of most tests (numbers are nodes, letters tokens):      0 r
 import pytest
 import torch
 
-from spectrain.decoding.accept import LOSSY, RULES, Accepted, accept, resolve_rule
+from spectrain.decoding.accept import LOSSY, RULES, Accepted, accept, law_of_rule, resolve_rule
 from spectrain.decoding.sampling import Coins, draw_children
 from spectrain.decoding.tree import DraftTree, ancestors, drop_nodes
 
@@ -210,7 +210,7 @@ def test_equal_laws_refuse_or_give_nan() -> None:
 class Refusal(Coins):
     """Coins that refuse every draft, as rounding may with p = q; the root is none."""
 
-    def below(self, part_BX, whole_BX, node_BX, role, draw=0):  # noqa: ANN001, ANN201
+    def below(self, part_BX, whole_BX, node_BX, role, number=0):  # noqa: ANN001, ANN201
         return (node_BX == 0) & (part_BX >= whole_BX)
 
 
@@ -262,7 +262,7 @@ def test_draft_that_does_not_fit_its_rule_is_verified() -> None:
     with pytest.raises(ValueError, match="a tree with forks of law 'iid'"):
         accept(forks.q_BNV, forks, "block", coins)
     with pytest.raises(ValueError, match="compares p with the q"):
-        accept(one_hot([[A] * 8]), tree(), "traversal", coins)
+        accept(one_hot([[A] * 8] * 3), tree(3), "traversal", coins)
     with pytest.raises(ValueError, match="needs coins"):
         accept(chain.q_BNV, chain, "block", None)
     q = chain.q_BNV.clone()
@@ -270,6 +270,88 @@ def test_draft_that_does_not_fit_its_rule_is_verified() -> None:
     token = int(chain.tokens_BN[2, 2])
     with pytest.raises(ValueError, match=f"row 2 drafts token {token} at node 2, to which q at its parent gives no chance"):
         accept(q, DraftTree(chain.tokens_BN, chain.parents_BN, chain.num_B, "iid", q), "block", coins)
+
+
+def misfit(case: str) -> tuple[torch.Tensor, DraftTree, Coins]:
+    """Two rows of 6 ids over the root, its children 1 and 2, their children 3 to 6; in the second row 5 and 6 are padding. One misfit."""
+    coins = Coins(seed_B=torch.arange(2), length_B=torch.full((2,), 3))
+    fit = drawn_tree(coins, "without_replacement", is_chain=False)
+    tokens, parents, num, q = fit.tokens_BN.clone(), fit.parents_BN.clone(), torch.tensor([7, 5]), fit.q_BNV.clone()
+    p = law_of_each_node(6, 2, 7, 6)
+    tokens[1, 5:], p[1, 5:], q[1, 5:] = 77, torch.nan, torch.nan  # padding may hold anything
+    if case in ("token above", "token below"):
+        tokens[1, 4] = 6 if case == "token above" else -1
+    elif case == "twins":
+        tokens[1, 2] = tokens[1, 1]
+    elif case in ("nan", "infinity", "no mass"):
+        p[0, 4, (slice(None) if case == "no mass" else 3)] = {"nan": torch.nan, "infinity": torch.inf, "no mass": 0.0}[case]
+    elif case in ("q of fewer ids", "q of fewer nodes"):
+        q = q[..., :5] if case == "q of fewer ids" else q[:, :6]
+    elif case == "p of one row":
+        p = p[0]
+    elif case == "num of one row":
+        num = num[:1]
+    elif case in ("coins of one row", "coins of three rows"):
+        rows = 1 if case == "coins of one row" else 3
+        coins = Coins(torch.arange(rows), torch.arange(rows))
+    tokens, parents = (tokens.int() if case == "int tokens" else tokens), (parents.float() if case == "float parents" else parents)
+    return p, DraftTree(tokens, parents, num.int() if case == "int num" else num, "without_replacement", q), coins
+
+
+@pytest.mark.parametrize("rule", ["greedy", "point_mass", "typical", "multidraft", "traversal"])
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("", ""), ("token above", r"row 1 holds token 6 at node 4; p is a law over ids 0\.\.5"),
+        ("token below", "row 1 holds token -1 at node 4"),
+        ("twins", r"twice below one parent, at nodes 1 and 2"), ("nan", "p of row 0, node 4 has the sum nan"),
+        ("infinity", "p of row 0, node 4 has the sum inf"), ("no mass", "p of row 0, node 4 has the sum 0"),
+        ("q of fewer ids", r"q must have the shape of p, \(2, 7, 6\).*found \(2, 7, 5\)"), ("q of fewer nodes", r"found \(2, 6, 6\)"),
+        ("p of one row", r"p must be \[rows, nodes, vocabulary\]"), ("num of one row", r"each of 2 rows, found shape \(1,\)"),
+        ("coins of one row", r"each of 2 rows, found shapes seed_B \(1,\)"),
+        ("coins of three rows", r"each of 2 rows, found shapes seed_B \(3,\)"),
+        ("int tokens", "tokens_BN must hold int64 numbers, found int32"),
+        ("float parents", "parents_BN must hold int64 numbers, found float32"),
+        ("int num", "num_B must hold int64"),
+    ],
+)  # fmt: skip
+def test_misfit_gets_through(rule: str, case: str, message: str) -> None:
+    """Each is refused by its name, by every rule that it could mislead; what stands at padding troubles nobody."""
+    p, drafts, coins = misfit(case)
+    if rule == "greedy":
+        best = p.nan_to_num(0).argmax(-1, keepdim=True)
+        p = torch.where(p.isfinite(), torch.zeros_like(p).scatter(-1, best, 1.0), p)
+        message = {"nan": "temperature 0.*chance of nan at row 0, node 4", "infinity": "temperature 0.*chance of inf"}.get(case, message)
+        message = "" if case.startswith("coins") or case == "no mass" else message  # it takes no coins, and the zeros became a one-hot law
+    if case == "twins" and rule not in ("multidraft", "traversal"):
+        message = ""  # they go to the first of the two
+    if not message:
+        assert accept(p, drafts, rule, coins).next_B.shape == (2,)
+        return
+    with pytest.raises(ValueError, match=message):
+        accept(p, drafts, rule, coins)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_promise_of_a_chain_is_believed(rule: str) -> None:
+    coins = Coins(seed_B=torch.arange(3), length_B=torch.full((3,), 3))
+    forks = drawn_tree(coins, "iid", is_chain=False)
+    lie = DraftTree(forks.tokens_BN, forks.parents_BN, forks.num_B, "iid", forks.q_BNV, is_chain=True)
+    with pytest.raises(ValueError, match="a tree with forks"):
+        accept(forks.q_BNV, lie, rule, coins)
+
+
+def test_rule_gets_a_law_that_it_refuses() -> None:
+    wanted = {rule: (law_of_rule(rule, is_chain=True), law_of_rule(rule, is_chain=False)) for rule in (*RULES, "auto", "lottery")}
+    assert wanted == {
+        "rejection": ("iid", "iid"), "block": ("iid", "iid"), "multidraft": ("iid", "without_replacement"),
+        "traversal": ("iid", "without_replacement"), "point_mass": ("point_mass",) * 2, "typical": ("point_mass",) * 2,
+        "greedy": (None, None), "auto": (None, None), "lottery": (None, None),
+    }  # fmt: skip
+    for rule, laws in wanted.items():
+        for law, is_chain in zip(laws, (True, False), strict=True):
+            if law and (is_chain or rule not in ("rejection", "block")):
+                assert resolve_rule(rule, temperature=1.0, law=law, is_chain=is_chain) == rule
 
 
 def test_dropped_nodes_leave_something_behind() -> None:

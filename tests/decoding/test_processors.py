@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -282,10 +283,19 @@ def test_speculation_changes_a_penalised_answer() -> None:
     [
         ("repetition_penalty", 0.0), ("repetition_penalty", math.inf), ("repetition_penalty", math.nan), ("frequency_penalty", math.inf),
         ("presence_penalty", math.nan), ("min_new_tokens", -1), ("min_new_tokens", 1.5), ("banned_tokens", [3, -1]), ("banned_tokens", 3),
-        ("banned_tokens", ["a"]), ("forced_tokens", {-1: 2}), ("forced_tokens", {1: -2}), ("forced_tokens", [1]),
+        ("banned_tokens", ["a"]), ("banned_tokens", "12"), ("banned_tokens", np.array(3)), ("banned_tokens", b"12"),
+        ("banned_tokens", [1.0]), ("banned_tokens", [True]),
+        ("banned_tokens", {5: 1.0}), ("forced_tokens", {-1: 2}), ("forced_tokens", {1: -2}), ("forced_tokens", [1]), ("forced_tokens", 5),
+        ("forced_tokens", {0: 1.5}), ("forced_tokens", {"0": 1}), ("forced_tokens", {True: 1}), ("forced_tokens", [(0, 1)]),
+        ("repetition_penalty", "1.2"), ("repetition_penalty", None), ("repetition_penalty", True), ("repetition_penalty", 1e31),
+        ("repetition_penalty", 1e-31), ("frequency_penalty", "0"), ("frequency_penalty", 1e31), ("presence_penalty", -1e31),
+        ("presence_penalty", None), ("min_new_tokens", True), ("min_new_tokens", "3"), ("min_new_tokens", None), ("min_new_tokens", 2**63),
+        ("logits_processors", lambda ids, scores: scores), ("logits_processors", "warp"), ("logits_processors", {"a": 1}),
+        ("logits_processors", [TemperatureLogitsWarper]), ("logits_processors", ["warp"]),
         ("logits_processors", NoRepeatNGramLogitsProcessor(2)), ("logits_processors", [3]), ("logits_processors", [lambda ids: ids]),
         ("logits_processors", [object.__new__(SynthIDTextWatermarkLogitsProcessor)]),
         ("logits_processors", [LogitsProcessorList([object.__new__(SynthIDTextWatermarkLogitsProcessor)])]),
+        ("logits_processors", [[LogitsProcessorList([object.__new__(SynthIDTextWatermarkLogitsProcessor)])]]),
     ],
 )  # fmt: skip
 def test_setting_out_of_range_is_taken(field: str, value: Any) -> None:
@@ -299,6 +309,11 @@ def test_settings_follow_the_callers_objects() -> None:
     banned.append(5)
     forced[1] = 5
     assert processing == Processing(banned_tokens=(2,), forced_tokens={0: 3})
+    given = iter([2])  # read once
+    assert Processing(banned_tokens=given, forced_tokens={np.int64(0): np.int64(3)}) == processing  # type: ignore[arg-type]
+    assert Processing(banned_tokens=np.array([2]), forced_tokens={0: 3}) == processing  # type: ignore[arg-type]
+    assert Processing(banned_tokens=None, forced_tokens=None, logits_processors=None) == Processing()  # type: ignore[arg-type]
+    assert Processing(logits_processors=(p for p in [min])).logits_processors == (min,)  # type: ignore[arg-type]
     assert not Processing().active and all(Processing(**{name: value}).active for name, value in EVERY.items())
 
 
@@ -306,6 +321,19 @@ def test_settings_follow_the_callers_objects() -> None:
 def test_id_outside_the_vocabulary_is_taken(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"{field} holds \[{V}\]"):
         fresh(Processing(**{field: value}), [[3]])
+
+
+def test_no_end_becomes_one_from_the_back() -> None:
+    """eos -1 is no id: neither forbidden while the answer is short nor an end on a path."""
+    case = make_case(9)
+    state = Histories(Processing(min_new_tokens=9), case.prompts, vocab_size=V, eos_ids=[-1, V], device="cpu")
+    assert torch.equal(state.apply(case.logits, case.tokens, case.ancestors), case.logits)
+
+
+def test_largest_penalties_give_nan() -> None:
+    case = make_case(9, dtype=torch.float32)
+    processing = Processing(repetition_penalty=1e-30, frequency_penalty=-1e30, presence_penalty=1e30)
+    assert not case.histories(processing).apply(case.logits, case.tokens, case.ancestors).isnan().any()
 
 
 def test_bans_that_leave_nothing_are_taken() -> None:

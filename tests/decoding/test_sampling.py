@@ -1,7 +1,9 @@
 """Laws, draws and coins."""
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,11 +52,23 @@ def test_tiny_temperature_gives_nan(temperature: float) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2}, {"temperature": float("nan")}],
-)
-def test_settings_out_of_range_are_taken(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="out of range"):
-        Sampling(**settings)  # type: ignore[arg-type]
+    [
+        *({"temperature": t} for t in (-1, float("nan"), float("inf"), 1e31, 10**400, None, "1", True, [0.5], 1j, torch.tensor(0.5))),
+        *({"top_k": k} for k in (-1, 2.5, 2.0, True, None, "2", 2**63)), *({"top_p": p} for p in (0, 1.1, None, "0.9", True, float("nan"))),
+        *({"min_p": p} for p in (-0.1, 2, None, "0.1", False)),
+    ],
+)  # fmt: skip
+def test_settings_out_of_range_are_taken(settings: dict[str, Any]) -> None:
+    (field,) = settings
+    with pytest.raises(ValueError, match=f"^{field} is out of range: found"):
+        Sampling(**{"temperature": 1.0, **settings})
+
+
+def test_largest_temperature_gives_nan() -> None:
+    assert law([3e38, -math.inf, -3e38], temperature=1e30) == pytest.approx([1, 0, 0])
+    assert law([1.0, -math.inf, 5.0], temperature=1e30) == pytest.approx([0.5, 0, 0.5])
+    numbers = {"temperature": np.float32(0.5), "top_k": np.int64(2), "top_p": np.float64(0.9), "min_p": np.float32(0)}
+    assert law(LOGITS, **numbers) == law(LOGITS, temperature=0.5, top_k=2, top_p=0.9)
 
 
 def test_impossible_token_is_drawn() -> None:
@@ -80,7 +94,7 @@ def coins(seeds: list[int], lengths: list[int]) -> Coins:
 
 def test_a_coin_is_used_twice() -> None:
     drawn = [
-        coins([seed], [length]).uniform(16, role, draw=number)
+        coins([seed], [length]).uniform(16, role, number=number)
         for seed in (0, 1, 2**62, -5) for length in (1, 2, 3, 1000) for role in ROLES for number in (0, 1, 2)
     ]  # fmt: skip
     values = torch.cat(drawn, dim=1)[0]
@@ -114,13 +128,13 @@ def test_pick_and_below_share_a_coin() -> None:
     """Each call is the coin of its own key, whatever other nodes are asked beside it; a chance of 0 never passes, one of 1 always."""
     tosses = coins(list(range(500)), [4] * 500)
     node = torch.stack([torch.full((500,), 6), torch.arange(500) % 9], dim=1)
-    u = tosses.uniform(9, "accept", draw=2).gather(1, node)
+    u = tosses.uniform(9, "accept", number=2).gather(1, node)
     whole = torch.tensor([0.5, 2.0])
-    assert torch.equal(tosses.below(0.3 * whole.expand(500, 2), whole.expand(500, 2), node, "accept", draw=2), u < 0.3)
+    assert torch.equal(tosses.below(0.3 * whole.expand(500, 2), whole.expand(500, 2), node, "accept", number=2), u < 0.3)
     assert not tosses.below(torch.zeros(500, 2), torch.ones(500, 2), node, "accept").any()
     assert tosses.below(torch.ones(500, 2), torch.ones(500, 2), node, "accept").all()
     p = torch.tensor([0.1, 0.0, 0.6, 0.3]).expand(500, 2, 4)
-    assert torch.equal(tosses.pick(p, node, "residual", draw=1), draw(p, tosses.uniform(9, "residual", draw=1).gather(1, node)))
+    assert torch.equal(tosses.pick(p, node, "residual", number=1), draw(p, tosses.uniform(9, "residual", number=1).gather(1, node)))
 
 
 def test_coins_of_other_keys_are_related() -> None:
@@ -130,7 +144,7 @@ def test_coins_of_other_keys_are_related() -> None:
     base = one.uniform(3, "accept")[:, 1]
     others = [
         one.uniform(3, "accept")[:, 2], one.uniform(3, "residual")[:, 1], one.uniform(3, "draft")[:, 1], one.uniform(3, "choice")[:, 1],
-        one.uniform(3, "accept", draw=1)[:, 1], Coins(rows, torch.full((5000,), 6)).uniform(3, "accept")[:, 1],
+        one.uniform(3, "accept", number=1)[:, 1], Coins(rows, torch.full((5000,), 6)).uniform(3, "accept")[:, 1],
         Coins(rows, torch.full((5000,), 6)).uniform(3, "accept")[:, 0],  # the same position, a round later
         Coins(rows + 1, torch.full((5000,), 5)).uniform(3, "accept")[:, 1],
     ]  # fmt: skip
@@ -140,7 +154,7 @@ def test_coins_of_other_keys_are_related() -> None:
 
 
 def test_coin_of_zero_accepts_the_impossible(monkeypatch) -> None:
-    monkeypatch.setattr(Coins, "uniform", lambda self, node, role, draw=0: torch.zeros(node.shape, dtype=torch.float64))
+    monkeypatch.setattr(Coins, "uniform", lambda self, node, role, number=0: torch.zeros(node.shape, dtype=torch.float64))
     node, part = torch.zeros(1, 2, dtype=torch.long), torch.tensor([[0.0, 1e-300]], dtype=torch.float64)
     assert coins([0], [1]).below(part, torch.ones(1, 2), node, "accept").tolist() == [[False, True]]
 

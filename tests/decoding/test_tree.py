@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spectrain.decoding.shapes import Chain, DynamicTree, Tree, keep_best
-from spectrain.decoding.tree import DraftTree, ancestors, depths
+from spectrain.decoding.tree import DraftTree, ancestors, check_tree, depths
 
 PARENTS = torch.tensor([[-1, 0, 0, 1, 3, 2], [-1, 0, 1, 2, 3, 4]])
 
@@ -36,6 +36,28 @@ def test_fields_that_do_not_fit_are_taken(fields: dict, message: str) -> None:
     right = {"tokens_BN": torch.zeros(1, 2), "parents_BN": torch.tensor([[-1, 0]]), "num_B": torch.tensor([2]), "law": "point_mass"}
     with pytest.raises(ValueError, match=message):
         DraftTree(**{**right, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, None), ({"num_B": torch.tensor([3])}, "num_B must lie between 1 and 2, found"),
+        ({"num_B": torch.tensor([0])}, "between 1 and 2"),
+        ({"num_B": torch.tensor([2, 2])}, "each of 1 rows"), ({"num_B": torch.tensor(2)}, "each of 1 rows"),
+        ({"num_B": torch.tensor([2.0])}, "num_B must hold int64"), ({"tokens_BN": torch.ones(1, 2).int()}, "tokens_BN must hold int64"),
+        ({"parents_BN": torch.tensor([[-1, 0]]).int()}, "parents_BN must hold int64"), ({"parents_BN": torch.tensor([[-1, 1]])}, "precede"),
+        ({"parents_BN": torch.tensor([[0, 0]])}, "node 0 must"), ({"parents_BN": torch.tensor([[-1, -1]])}, "one root"),
+        ({"tokens_BN": torch.ones(1, 0).long(), "parents_BN": torch.ones(1, 0).long()}, "at least a row and its root"),
+    ],
+)  # fmt: skip
+def test_tree_that_is_none_passes(fields: dict, message: str | None) -> None:
+    right = {"tokens_BN": torch.ones(1, 2).long(), "parents_BN": torch.tensor([[-1, 0]]), "num_B": torch.tensor([2]), "law": "point_mass"}
+    tree = DraftTree(**{**right, **fields})
+    if message is None:
+        check_tree(tree)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_tree(tree)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ LONGEST_SCRIPT, SMALLEST, CHUNK, TOKENS = 64, 1e-15, 60_000, 3
 
 
 class Worlds:
-    """A source of coins for R worlds. key(role, draw, node_R, length_R) -> (name, slot_R) names the number that a use refers to."""
+    """A source of coins for R worlds. key(role, number, node_R, length_R) -> (name, slot_R) names the number that a use refers to."""
 
     def __init__(self, case_R: Tensor, script_RL: Tensor, scripted_R: Tensor, key: Callable | None = None) -> None:
         self.case_R, self.script_RL, self.scripted_R = case_R, script_RL.clone(), scripted_R
@@ -31,11 +31,11 @@ class Worlds:
         self.at_R, self.length_R = torch.zeros_like(case_R), torch.zeros_like(case_R)
         self.weight_R = torch.ones(len(case_R), dtype=torch.float64)
         self.left: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.key = key or (lambda role, draw, node_R, length_R: ((role, draw), length_R * 16 + node_R))
+        self.key = key or (lambda role, number, node_R, length_R: ((role, number), length_R * 16 + node_R))
         self.intervals: dict = {}
 
-    def interval(self, role: str, draw: int, node_R: Tensor) -> tuple[tuple, Tensor, Tensor, Tensor]:
-        name, slot_R = self.key(role, draw, node_R, self.length_R)
+    def interval(self, role: str, number: int, node_R: Tensor) -> tuple[tuple, Tensor, Tensor, Tensor]:
+        name, slot_R = self.key(role, number, node_R, self.length_R)
         low_RK, high_RK = self.intervals.setdefault(name, (torch.zeros(len(node_R), 64).double(), torch.ones(len(node_R), 64).double()))
         return name, slot_R, low_RK[self.row_R, slot_R], high_RK[self.row_R, slot_R]
 
@@ -60,20 +60,20 @@ class Worlds:
         low_RK[self.row_R, slot_R], high_RK[self.row_R, slot_R] = low_RO[self.row_R, out_R], high_RO[self.row_R, out_R]
         return out_R
 
-    def below(self, part_BX: Tensor, whole_BX: Tensor, node_BX: Tensor, role: str, draw: int = 0) -> Tensor:
+    def below(self, part_BX: Tensor, whole_BX: Tensor, node_BX: Tensor, role: str, number: int = 0) -> Tensor:
         results = []
         for x in range(node_BX.shape[1]):
-            name, slot_R, low_R, high_R = self.interval(role, draw, node_BX[:, x])
+            name, slot_R, low_R, high_R = self.interval(role, number, node_BX[:, x])
             part_R, whole_R = part_BX[:, x].double(), whole_BX[:, x].double()
             at_R = torch.where(whole_R > 0, (part_R / whole_R).clamp(0, 1), (part_R > 0).double())
             low_RO, high_RO = torch.stack([low_R, torch.maximum(low_R, at_R)], 1), torch.stack([torch.minimum(high_R, at_R), high_R], 1)
             results.append(self.choose(name, slot_R, low_RO, high_RO) == 0)
         return torch.stack(results, dim=1)
 
-    def pick(self, p_BXV: Tensor, node_BX: Tensor, role: str, draw: int = 0) -> Tensor:
+    def pick(self, p_BXV: Tensor, node_BX: Tensor, role: str, number: int = 0) -> Tensor:
         results = []
         for x in range(node_BX.shape[1]):
-            name, slot_R, low_R, high_R = self.interval(role, draw, node_BX[:, x])
+            name, slot_R, low_R, high_R = self.interval(role, number, node_BX[:, x])
             p_RV = p_BXV[:, x].double().clone()
             p_RV[p_RV.sum(-1) == 0, -1] = 1  # a law without mass: what comes out must not matter
             sums_RV = p_RV.cumsum(-1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spectrain.decoding.accept import DRAWING as RULES_AS_THEY_ARE
 from spectrain.decoding.accept import accept
 from spectrain.decoding.rules import Accepted, residual, rows_at
 from spectrain.decoding.sampling import Sampling, probabilities
@@ -146,13 +147,18 @@ def test_point_mass_minds_pruned_drafts(law_of, make_pair, make_setting, law: st
     assert tv.max() <= EXACT
 
 
+def unchecked(p_BNV: Tensor, tree, rule: str, coins) -> Accepted:
+    """The rule without the checks of `accept`, which refuse equal siblings without replacement."""
+    return RULES_AS_THEY_ARE[rule](p_BNV, tree, coins)
+
+
 # What must come out biased. Each row: how to draft, and how to verify.
 CONTROLS = {
     "best children with softmax q, RRS": {"law": "best", "label": "iid", "rule": "multidraft", "parents": (-1, 0, 0, 1, 1)},
     "best children with softmax q, RRSw": {"law": "best", "label": WOR, "rule": "multidraft", "parents": (-1, 0, 0, 1, 1)},
     "best child with softmax q, block": {"law": "best", "label": "iid", "rule": "block", "parents": CHAIN[:3]},
     "RRS of children without replacement": {"law": WOR, "label": "iid", "rule": "multidraft", "parents": TREE},
-    "RRSw of iid children": {"law": "iid", "label": WOR, "rule": "multidraft", "parents": FORK[:3]},
+    "RRSw of iid children": {"law": "iid", "label": WOR, "rule": "multidraft", "parents": FORK[:3], "verify": unchecked},
     "traversal with q not masked": {"law": WOR, "label": "iid", "rule": "traversal", "parents": TREE},
     "pruned children, RRSw": {"law": WOR, "rule": "multidraft", "parents": TREE, "prune_below": 0.3},
     "pruned children, traversal": {"law": "iid", "rule": "traversal", "parents": FORK, "prune_below": 0.3},
@@ -181,17 +187,17 @@ def test_q_before_its_transform_goes_unnoticed(law_of, make_pair, make_setting, 
     assert tv.max() <= EXACT
 
 
-def one_coin_for_test_and_residual(role: str, draw: int, node_R: Tensor, length_R: Tensor) -> tuple:
-    return ("accept" if role == "residual" else role, draw), length_R * 16 + node_R + (role == "residual")
+def one_coin_for_test_and_residual(role: str, number: int, node_R: Tensor, length_R: Tensor) -> tuple:
+    return ("accept" if role == "residual" else role, number), length_R * 16 + node_R + (role == "residual")
 
 
-def one_coin_for_draft_and_residual(role: str, draw: int, node_R: Tensor, length_R: Tensor) -> tuple:
-    return ("draft" if role == "residual" else role, draw), length_R * 16 + node_R
+def one_coin_for_draft_and_residual(role: str, number: int, node_R: Tensor, length_R: Tensor) -> tuple:
+    return ("draft" if role == "residual" else role, number), length_R * 16 + node_R
 
 
-def by_position(role: str, draw: int, node_R: Tensor, length_R: Tensor) -> tuple:
+def by_position(role: str, number: int, node_R: Tensor, length_R: Tensor) -> tuple:
     """The same coin for the same position of the answer, whatever round looks at it."""
-    return (role, draw), length_R + node_R
+    return (role, number), length_R + node_R
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "multidraft", "traversal"])
