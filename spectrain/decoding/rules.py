@@ -82,7 +82,7 @@ def typical(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
     step_BN = torch.where(is_root_BN, 0.0, torch.where(passes_BN, chance_BN, 0.0).log())
     level_BN = depths(tree.parents_BN)
     joint_BN = step_BN
-    for _ in range(int(level_BN.max())):
+    for _ in range(int(level_BN.max()) - 1):  # the first level is right already
         joint_BN = torch.where(is_root_BN, 0.0, step_BN + joint_BN.gather(1, tree.parents_BN.clamp(min=0)))
     depth_BN = torch.where(joint_BN > -torch.inf, level_BN, -1)
     longest_BN = depth_BN == depth_BN.amax(-1, keepdim=True)
@@ -247,7 +247,7 @@ def path_to(tree: DraftTree, last_B: Tensor, next_B: Tensor) -> Accepted:
     level_BN = depths(tree.parents_BN)
     node_B1 = last_B[:, None]
     path_BN = torch.full_like(tree.parents_BN, -1)
-    for _ in range(int(level_BN.max()) + 1):  # column 0 is the root's
+    for _ in range(int(level_BN.max())):  # column 0 is the root's
         path_BN = path_BN.scatter(1, level_BN.gather(1, node_B1), node_B1)
         node_B1 = tree.parents_BN.gather(1, node_B1).clamp(min=0)
     return Accepted(path_BK=path_BN[:, 1:], length_B=level_BN.gather(1, last_B[:, None])[:, 0], next_B=next_B)

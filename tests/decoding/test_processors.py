@@ -19,6 +19,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
+    TopKLogitsWarper,
 )
 
 from spectrain.decoding.accept import accept
@@ -291,7 +292,7 @@ def test_speculation_changes_a_penalised_answer() -> None:
         ("repetition_penalty", 1e-31), ("frequency_penalty", "0"), ("frequency_penalty", 1e31), ("presence_penalty", -1e31),
         ("presence_penalty", None), ("min_new_tokens", True), ("min_new_tokens", "3"), ("min_new_tokens", None), ("min_new_tokens", 2**63),
         ("logits_processors", lambda ids, scores: scores), ("logits_processors", "warp"), ("logits_processors", {"a": 1}),
-        ("logits_processors", [TemperatureLogitsWarper]), ("logits_processors", ["warp"]),
+        ("logits_processors", [TopKLogitsWarper]), ("logits_processors", ["warp"]),
         ("logits_processors", NoRepeatNGramLogitsProcessor(2)), ("logits_processors", [3]), ("logits_processors", [lambda ids: ids]),
         ("logits_processors", [object.__new__(SynthIDTextWatermarkLogitsProcessor)]),
         ("logits_processors", [LogitsProcessorList([object.__new__(SynthIDTextWatermarkLogitsProcessor)])]),
