@@ -2,6 +2,7 @@
 
 import copy
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,7 +42,7 @@ class Question:
     longer: tuple[int, ...]
 
 
-class World:
+class World(ABC):
     """A target, its questions by set, and its drafters; all made when first asked for."""
 
     kinds = 1  # sets that must all be asked for a cell to be whole
@@ -52,14 +53,17 @@ class World:
         self._sets: dict[int, list[Question]] = {}
         self._drafters: dict[str, Drafter] = {}
 
+    @abstractmethod
     def prompts(self, number: int) -> list[tuple[int, ...]]:
-        raise NotImplementedError
+        """The prompts of a set."""
 
+    @abstractmethod
     def eos(self, number: int, longer: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        raise NotImplementedError
+        """What ends the answers of a set, None for nothing."""
 
+    @abstractmethod
     def head(self) -> Any:
-        raise NotImplementedError
+        """A head for the target."""
 
     def questions(self, number: int) -> list[Question]:
         """The questions of a set with plain decoding's answers, made once without end ids and cut at them here."""

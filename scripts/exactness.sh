@@ -8,11 +8,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh
-PY=
-if [[ ${1-} == --python ]]; then
-  PY=${2:?--python needs a value}
-  shift 2
-fi
-parse_options "$@"
-[[ -n $PY ]] || setup_env "$DEV_EXTRAS"
+setup_or_python "$@"
 exec "$PY" benchmarks/exactness.py ${REST[@]+"${REST[@]}"}

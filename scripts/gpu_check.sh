@@ -7,13 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh
-PY=
-if [[ ${1-} == --python ]]; then
-  PY=${2:?--python needs a value}
-  shift 2
-fi
-parse_options "$@"
-[[ -n $PY ]] || setup_env "$DEV_EXTRAS"
+setup_or_python "$@"
 "$PY" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' ||
   fail "torch.cuda.is_available() is false for $PY: this check needs a GPU and a torch built for it. Without one run scripts/test.sh."
 "$PY" -m pytest -q -m "not slow"

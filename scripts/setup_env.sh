@@ -41,6 +41,18 @@ parse_options() {
   done
 }
 
+# setup_or_python OPTIONS…: with `--python EXE` first, that interpreter as it is; otherwise what the tests need.
+setup_or_python() {
+  if [[ ${1-} == --python ]]; then
+    (($# > 1)) || STATUS=2 fail "--python needs a value; see scripts/${0##*/} --help"
+    PY=$2
+    parse_options "${@:3}"
+  else
+    parse_options "$@"
+    setup_env "$DEV_EXTRAS"
+  fi
+}
+
 find_python() {
   local name names="python3 python3.14 python3.13 python3.12 python3.11 python"
   for name in $names; do
