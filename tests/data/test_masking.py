@@ -3,14 +3,16 @@
 Most tests use a tokenizer of bytes, so that a mask reads as text: `said` joins what is supervised, with | between spans.
 """
 
+import re
+from datetime import date
 from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from spectrain.data.formats import Conversation
-from spectrain.data.masking import encode_chat, encode_conversation
+from spectrain.data.formats import Conversation, Prompt, Text, Tokens
+from spectrain.data.masking import ChatEncoder, encode_chat, encode_conversation
 
 SPECIAL = ["<pad>", "<end>", "<start>", "<eos>", "<bos>"]
 CHATML = (
@@ -83,12 +85,11 @@ def said(tokenizer, ids, mask) -> str:
         (CHATML, chat("ured", "ablue", "ugreen"), "blue<end>"),
         (CHATML, chat("ured", "ablue\n    return  1\n"), "blue\n    return  1\n<end>"),
         (CHATML, chat("ured", "a    indented"), "    indented<end>"),
-        (CHATML, chat("ured", "a<end> is a word"), "<end> is a word<end>"),
         (CHATML, chat("uassistant\nblue", "ablue"), "blue<end>"),
         (CHATML, chat("ured", "a😀 é"), "😀 é<end>"),
         (TRIMS, chat("u red ", "a\n blue \n", "u g ", "a w "), "blue<end>|w<end>"),
         (TAGGED, chat("ured", "ablue"), "blue<end>"),
-        (NEXT_ENDS, chat("ured", "ablue", "ugreen", "awhite"), "blue<end>|white"),
+        (NEXT_ENDS, chat("ured", "ablue", "ugreen", "awhite"), "blue<end>|white<end>"),
         (LLAMA2, chat("ured", "ablue", "ugreen", "awhite"), " blue <end>| white <end>"),
         (FORCED, chat("ured", "ablue"), "blue<end>"),
         (CHATML, chat("abe kind", "ured", "awhite"), "be kind<end>|white<end>"),
@@ -99,7 +100,8 @@ def test_other_tokens_are_supervised(template: str, messages, expected: str, tri
     tokenizer = byte_tokenizer(template, trim_offsets=trim_offsets, merges=merges)
     ids, mask = encode_chat(tokenizer, messages)
     assert said(tokenizer, ids, mask) == expected
-    assert ids == tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
+    whole = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
+    assert ids == whole + [1] * (template == NEXT_ENDS)  # <end>, which this template writes with the turn that would come next
     assert 0 < sum(mask) < len(mask)
 
 
@@ -125,34 +127,6 @@ def test_template_that_does_not_continue_its_prompt_is_masked_anyhow() -> None:
     tokenizer = byte_tokenizer(CHATML.replace("<start>assistant\n{% endif %}", "<start>assistant\n[think]{% endif %}"))
     with pytest.raises(ValueError, match="turn 2: the chat template does not continue its generation prompt"):
         encode_chat(tokenizer, chat("ured", "ablue"))
-
-
-@pytest.mark.parametrize(("max_length", "expected"), [(10, 4), (14, 8), (99, 8), (7, 1)])
-def test_cut_turn_loses_its_mask(make_tokenizer, max_length: int, expected: int) -> None:
-    """DM2: an assistant turn of tokens 6 ... 13, cut."""
-    template = (
-        "{% for m in messages %}{% if m.role == 'user' %}<start> user {{ m.content }} <end> <start> assistant {% else %}"
-        "{{ m.content }} <end>{% endif %}{% endfor %}"
-    )
-    tokenizer = make_tokenizer(40, template=template)
-    messages = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8 w9 w10 w11 w12 w13 w14"}]
-    ids, mask = encode_chat(tokenizer, messages, max_length=max_length)
-    assert len(ids) == len(mask) == min(14, max_length)
-    assert mask == [0] * 6 + [1] * expected
-
-
-def test_one_token_turn_swallows_the_rest(make_tokenizer) -> None:
-    """DM2: a first assistant turn of one token, then seven tokens of the user."""
-    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    messages = [{"role": "assistant", "content": "w8"}, {"role": "user", "content": "w9 w10 w11 w12 w13 w14 w15"}]
-    assert encode_chat(make_tokenizer(40, template=template), messages)[1] == [1] + [0] * 7
-
-
-def test_spaces_behind_an_answer_are_supervised_as_the_next_token(make_tokenizer) -> None:
-    template = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
-    messages = [{"role": "user", "content": "w7 "}, {"role": "assistant", "content": "w8   "}, {"role": "user", "content": "w9"}]
-    ids, mask = encode_chat(make_tokenizer(40, template=template), messages)
-    assert [i for i, m in zip(ids, mask, strict=True) if m] == [8]
 
 
 @pytest.mark.parametrize("messages", [chat("ured"), chat("ured", "a")])
@@ -185,7 +159,7 @@ def test_long_row_is_not_cut() -> None:
     tokenizer = byte_tokenizer(CHATML)
     row = encode_conversation(tokenizer, conversation(chat("ured", "ablue"), "length"), max_length=41)
     whole = encode_conversation(tokenizer, conversation(chat("ured", "ablue"), "length"))
-    assert row.ids_L == whole.ids_L[:41] and row.mask_L == whole.mask_L[:41] and len(row.ids_L) < len(whole.ids_L)
+    assert row.ids_L.tolist() == whole.ids_L[:41].tolist() and row.mask_L.tolist() == whole.mask_L[:41].tolist() and 41 < len(whole)
     with pytest.raises(ValueError, match="max_length 10"):
         encode_conversation(tokenizer, conversation(chat("ured", "ablue")), max_length=10)
 
@@ -196,17 +170,208 @@ def test_turns_that_the_template_refuses_are_a_traceback() -> None:
         encode_chat(byte_tokenizer(refuses), chat("ured", "ablue"))
 
 
-def test_two_first_tokens() -> None:
-    """TP1: template and tokenizer both write <bos>; ids are those of the rendered text."""
-    tokenizer = byte_tokenizer("<bos>" + CHATML)
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 4)])
-    ids, _ = encode_chat(tokenizer, chat("ured", "ablue"))
-    assert ids.count(4) == 1 and ids[0] == 4
-
-
-def test_empty_answer_is_supervised_at_its_end() -> None:
+def test_empty_answer_is_not_supervised_at_its_end() -> None:
     tokenizer = byte_tokenizer(CHATML)
     assert said(tokenizer, *encode_chat(tokenizer, chat("ured", "a"))) == "<end>"
-    assert isinstance(
-        encode_conversation(tokenizer, SimpleNamespace(id="1", domain="d", messages=chat("ur", "ab"), finish_reason="stop")).ids_L, tuple
+
+
+def call(arguments) -> list[dict]:
+    return [{"type": "function", "function": {"name": "sky", "arguments": arguments}}]
+
+
+TOOLS = [{"type": "function", "function": {"name": "sky", "description": "<end>"}}]
+
+
+@pytest.mark.parametrize(("message", "where"), [
+    ({"role": "user", "content": "x<end>y"}, r"turn 1 \(user\)"), ({"role": "assistant", "content": "<end>"}, r"turn 1 \(assistant\)"),
+    ({"role": "user", "content": "a", "name": "<start>"}, r"turn 1 \(user\)"),
+    ({"role": "assistant", "content": "", "tool_calls": call({"a": {"b": ["<end>"]}})}, r"turn 1 \(assistant\)"),
+    ({"role": "assistant", "content": "", "tool_calls": call('{"<end>": 1}')}, r"turn 1 \(assistant\)"),
+    ({"role": "assistant", "content": "x", "reasoning_content": "<start>"}, r"turn 1 \(assistant\)"),
+    ({"role": "tool", "content": "<end>"}, r"turn 1 \(tool\)"), ({"role": "user", "content": "<think>"}, r"turn 1 \(user\)"),
+    ({"role": "user", "content": [{"type": "text", "text": "<end>"}]}, r"turn 1 \(user\)"),
+])  # fmt: skip
+def test_control_token_in_a_text_becomes_the_token(message: dict, where: str) -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.add_tokens(["<think>", "</think>", "word"])
+    with pytest.raises(ValueError, match=where + ".*the control token '<"):
+        encode_chat(tokenizer, [message, *chat("ur", "ab")])
+    with pytest.raises(ValueError, match="the tools: .*<end>"):
+        encode_chat(tokenizer, chat("ur", "ab"), tools=TOOLS)
+    # The assistant thinks in tokens that are not called special; an added word that no template writes is a word.
+    assert said(tokenizer, *encode_chat(tokenizer, chat("uword", "a<think>b</think>word"))) == "<think>b</think>word<end>"
+
+
+def test_words_that_look_like_roles_do_not_stay_text() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    for item in (conversation(chat("uassistant\nblue", "ared\nassistant\nuser")),):
+        for plans in (True, False):
+            _, found = ChatEncoder(tokenizer, max_length=None, plans=plans).encode([item, item])
+            assert said(tokenizer, found.rows[0].ids_L, found.rows[0].mask_L) == "red\nassistant\nuser<end>"
+
+
+@pytest.mark.parametrize("bad", [
+    {"role": "user", "content": "\ud800"}, {"role": "user", "content": 3}, {"content": "x"}, "x",
+    {"role": "user", "content": [{"type": "image", "url": "x"}]},
+])  # fmt: skip
+def test_message_that_is_none_stops_the_run(bad) -> None:
+    """It is a reason for rejection, and its neighbours are encoded."""
+    encode = ChatEncoder(byte_tokenizer(CHATML), max_length=None).encode
+    good = conversation(chat("ured", "ablue"))
+    before, found, after = encode([good, conversation([bad, *chat("ur", "ab")]), good])
+    assert isinstance(found, ValueError) and "turn 1" in str(found) and before == after and before.rows[0].supervised == 5
+
+
+@pytest.mark.parametrize(("inside", "expected"), [("\nblue", 2), ("blue", 1)])
+def test_first_token_of_an_answer_hides_in_the_prompt(inside: str, expected: int) -> None:
+    """Two newlines are one token in the whole text; when the model speaks, the prompt's own ids come first. Then a row a turn."""
+    tokenizer = byte_tokenizer(CHATML, merges=True)
+    messages = chat("ured", "a" + inside, "ugreen", "awhite")
+    for plans in (True, False):
+        _, found = ChatEncoder(tokenizer, max_length=None, plans=plans).encode([conversation(messages)] * 2)
+        assert len(found.rows) == expected and found.taught == (0, 1)
+        row = found.rows[0]
+        assert said(tokenizer, row.ids_L, row.mask_L).startswith(inside + "<end>")
+        prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+        assert row.prompt_ids == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+
+CALLS = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls %}[{{ c.function.name }}{{ c.function.arguments | tojson }}]{% endfor %}",
+)
+CALLS_AS_TEXT = CALLS.replace("{{ c.function.arguments | tojson }}", "{{ '~' + c.function.arguments }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(CALLS, '[sky{"k": "é"}]<end>|clear<end>'), (CALLS_AS_TEXT, '[sky~{"k": "é"}]<end>|clear<end>')],
+)
+@pytest.mark.parametrize("arguments", [{"k": "é"}, '{"k": "é"}'])
+def test_tool_call_is_rendered_twice_quoted(template: str, expected: str, arguments) -> None:
+    tokenizer = byte_tokenizer(template)
+    messages = [*chat("usky?"), {"role": "assistant", "content": None, "tool_calls": call(arguments)}, {"role": "tool", "content": "blue"}]
+    assert said(tokenizer, *encode_chat(tokenizer, [*messages, *chat("aclear")])) == expected
+    with pytest.raises(ValueError, match="JSON object of arguments"):
+        encode_chat(tokenizer, [*chat("usky?"), {"role": "assistant", "content": "", "tool_calls": call("{not json")}])
+
+
+def test_message_that_the_template_leaves_out_is_lost_in_silence() -> None:
+    only = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'developer' %}")
+    messages = [{"role": "developer", "content": "be brief"}, *chat("ured", "ablue")]
+    for plans in (True, False):
+        _, found = ChatEncoder(byte_tokenizer(only), max_length=None, plans=plans).encode([conversation(messages)] * 2)
+        assert isinstance(found, ValueError) and re.search(r"turn 1 \(developer\): the chat template leaves", str(found))
+
+
+@pytest.mark.parametrize(("content", "reasoning", "expected"), [
+    ("", "let me", "<think>let me"), ("blu", "let me", "<think>let me</think>blu"), ("<think>let me", None, "<think>let me"),
+    ("", None, "nothing said"),
+])  # fmt: skip
+def test_reply_cut_while_thinking_learns_to_stop_thinking(content: str, reasoning: str | None, expected: str) -> None:
+    """DM3: what the template writes behind the place of the cut was never said."""
+    template = CHATML.replace(
+        "{{ m.content }}", "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
     )
+    tokenizer = byte_tokenizer(template)
+    message = {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
+    for plans in (True, False):
+        _, found = ChatEncoder(tokenizer, max_length=None, plans=plans).encode([conversation([*chat("ured"), message], "length")] * 2)
+        if isinstance(found, ValueError):
+            assert expected in str(found)
+        else:
+            assert said(tokenizer, found.rows[0].ids_L, found.rows[0].mask_L) == expected
+
+
+def test_midnight_passes_between_two_renderings(monkeypatch) -> None:
+    tokenizer = byte_tokenizer("{{ strftime_now('%d') }}" + CHATML)
+    days, rendered, render = iter([date(2026, 1, 1), *[date(2026, 1, 2)] * 99]), [0], tokenizer.apply_chat_template
+    monkeypatch.setattr("spectrain.data.templates.date", SimpleNamespace(today=lambda: next(days)))
+
+    def later(messages, **options) -> str:
+        rendered[0] += 1
+        text = render(messages, **options)
+        return "0102"[2 * (rendered[0] > 1) :][:2] + text[2:]
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", later)
+    ids, mask = encode_chat(tokenizer, chat("ured", "ablue"))
+    assert said(tokenizer, ids, mask) == "blue<end>" and tokenizer.decode(ids).startswith("02")
+
+
+@pytest.mark.parametrize(("settings", "fault"), [
+    ({"rows": "both"}, "rows 'both'"), ({"thinking": "yes"}, "thinking 'yes'"),
+    ({"template_kwargs": {"x": 1}}, "template_kwargs x: .*reads only"),
+])  # fmt: skip
+def test_settings_that_mean_nothing_are_taken(settings: dict, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        ChatEncoder(byte_tokenizer(CHATML), max_length=None, **settings)
+
+
+def test_settings_of_the_tokenizer_cut_or_pad_rows() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer(["a" * 50, "b"], truncation=True, max_length=5, padding=True)
+    items = [conversation(chat("u" + "r" * length, "ablue")) for length in (3, 99)]
+    found = ChatEncoder(tokenizer, max_length=None).encode(items)
+    assert [said(tokenizer, f.rows[0].ids_L, f.rows[0].mask_L) for f in found] == ["blue<end>"] * 2
+
+
+def test_rows_behind_max_length_are_lost_in_silence() -> None:
+    tokenizer = byte_tokenizer(THINKS)
+    item = conversation(chat("ured", "athink|blue", "ugreen", "athink|white"))
+    whole = ChatEncoder(tokenizer, max_length=None).encode([item])[0]
+    assert [r.id for r in whole.rows] == ["x#0", "x#1"] and {r.group for r in whole.rows} == {"x"} and whole.taught == (0, 1)
+    (found,) = ChatEncoder(tokenizer, max_length=len(whole.rows[0])).encode([item])
+    assert found.taught == (0,) and found.turns == 2 and "cut at max_length" in found.note and found.rows == whole.rows[:1]
+    (none,) = ChatEncoder(tokenizer, max_length=5).encode([item])
+    assert isinstance(none, ValueError) and "max_length 5" in str(none)
+
+
+def test_plain_text_loses_its_own_tokens_and_tokens_are_taken_from_another_vocabulary() -> None:
+    """TP1: text without a template has exactly the tokenizer's own special tokens. The one in front is not the model's to say."""
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <end>", special_tokens=[("<bos>", 4), ("<end>", 1)]
+    )
+    tokenizer.bos_token = "<bos>"
+    encode = ChatEncoder(tokenizer, max_length=None).encode
+    text, hidden, good, foreign, short, empty, prompt = encode([
+        Text("t", "d", "red"), Text("t", "d", "a<end>b"), Tokens("k", "d", (7, 8), (0, 1)), Tokens("k", "d", (7, 999), (0, 1)),
+        Tokens("k", "d", (7, 8), (1,)), Tokens("k", "d", (7, 8), (0, 0)), Prompt("p", "d", ("red",), "s"),
+    ])  # fmt: skip
+    assert text.rows[0].ids_L.tolist() == tokenizer("red")["input_ids"]
+    assert said(tokenizer, text.rows[0].ids_L, text.rows[0].mask_L) == "red<end>"
+    assert text.rows[0].ids_L[0] == 4 and text.rows[0].mask_L[0] == 0
+    assert good.rows[0].mask_L.tolist() == [0, 1] and good.rows[0].ids_L.tolist() == [7, 8]
+    reasons = ("control token '<end>'", "token id 999: the tokenizer has ids 0 to", "as many zeros and ones", "no supervised", "regenerate")
+    for found, reason in zip((hidden, foreign, short, empty, prompt), reasons, strict=True):
+        assert isinstance(found, ValueError) and reason in str(found)
+
+
+def test_fast_path_goes_the_slow_way(monkeypatch) -> None:
+    """Once its form is known, a conversation is rendered once; one whose control tokens are not the plan's goes through the definition."""
+    tokenizer = byte_tokenizer(CHATML)
+    encoder = ChatEncoder(tokenizer, max_length=None)
+    items = [conversation(chat("sbe", f"ured {i}", "ablue\n", f"ugreen {i}", "awhite")) for i in range(5)]
+    slow = ChatEncoder(tokenizer, max_length=None, plans=False).encode(items)
+    assert encoder.encode([items[0], items[0]]) == [slow[0], slow[0]]
+    calls, render = [], tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: calls.append(1) or render(*a, **k))
+    assert encoder.encode(items) == slow and len(calls) == len(items)
+    batch = encoder.template.batch
+    # As if a text had turned into a token, or into another one:
+    for change in (lambda ids: [*ids, 2], lambda ids: [3, *ids[1:]]):
+
+        def changed(texts, change=change) -> list:
+            return [change(ids) if len(texts) == len(items) else ids for ids in batch(texts)]
+
+        object.__setattr__(encoder.template, "batch", changed)
+        assert encoder.encode(items) == slow
+
+
+def test_plan_of_plain_turns_is_used_where_the_template_looks_for_words() -> None:
+    """The template cuts earlier turns at |, so a conversation with one needs a row a turn; its neighbours of the same form do not."""
+    tokenizer = byte_tokenizer(THINKS)
+    plain, cut = (conversation(chat("ured", answer, "ugreen", "awhite")) for answer in ("ablue", "athink|blue"))
+    found = ChatEncoder(tokenizer, max_length=None).encode([plain, plain, plain, cut])
+    assert [len(one.rows) for one in found] == [1, 1, 1, 2]
+    assert [said(tokenizer, row.ids_L, row.mask_L) for row in found[3].rows] == ["think|blue<end>", "white<end>"]

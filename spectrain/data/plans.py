@@ -1,0 +1,203 @@
+"""The fast path of masks: one rendering a row and one call of the tokenizer for many rows.
+
+Conversations of one signature (roles, and which fields are filled) are rendered alike: the control tokens stand in the same order, and
+between the last control token of a generation prompt and the answer stand the same ids. A plan holds these; it is learnt from two made-up
+conversations through the definition (spectrain/data/turns.py) and holds for a row only if the row's control tokens are the plan's. What
+no plan fits goes through the definition itself.
+
+Legend: L tokens, V vocabulary, C control tokens of a row.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spectrain.data.rows import Ids, Mask
+from spectrain.data.templates import CLOSE, OPEN, REASONING_KEYS, Messages, Template, is_plain, speech_of
+from spectrain.data.turns import Said, SaidRow, Settings, Tools, say, spoken
+
+Signature = tuple[Any, ...]
+WORDS = (("kind", "red", "seven", "tea"), ("w7 w8", "blue sky", "a b c d", "w9"))  # of two probes; neither begins as the other does
+
+MOST = 20_000  # signatures remembered
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Turn `number` stands behind control token `after` and the ids `tail`, up to control token `until`."""
+
+    number: int
+    after: int
+    tail: list[int]
+    until: int
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlan:
+    """control_C: ids of the control tokens. upto, thinking: what is rendered. built: by the definition, which puts the text of a turn
+    together. late: ids behind the text. cut: the row ends before the last span's control token."""
+
+    upto: int
+    thinking: bool
+    built: bool
+    control_C: Ids
+    spans: tuple[Span, ...]
+    late: list[int]
+    cut: bool
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(span.number for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows of a conversation, and what is left out of it by its form."""
+
+    rows: tuple[RowPlan, ...]
+    left_out: tuple[str, ...]
+
+
+def signature_of(template: Template, messages: Messages, tools: Tools, *, cut: bool) -> Signature | None:
+    """What a template can tell conversations apart by, their words aside; None where it looks for words that these hold."""
+    parts: list[Any] = [cut, bool(tools)]
+    markers = template.facts.markers
+    for message in messages:
+        role, content = message["role"], message.get("content") or ""
+        said = speech_of(message, cut=cut) if role == "assistant" and not is_plain(message) else None
+        words = said.answer if said else content
+        if markers and any(marker in words or (said and marker in (said.reasoning or "")) for marker in markers):
+            return None
+        filled = bool(words) and not words.isspace()
+        if len(message) == 2 and said is None:
+            parts.append((role, filled))
+            continue
+        parts.append((
+            role, filled, said and (said.reasoning is not None, said.reasoned, said.inline), len(message.get("tool_calls") or ()),
+            *(key for key in message if key != "content" and key not in REASONING_KEYS and message[key]),
+        ))  # fmt: skip
+    return tuple(parts)
+
+
+def probe_of(messages: Messages, words: Sequence[str], *, cut: bool) -> list[dict[str, Any]]:
+    """A conversation of the same signature that says other things."""
+    made = []
+    for turn, message in enumerate(messages):
+        word = f"{words[turn % len(words)]} {turn}"
+        said = speech_of(message, cut=cut) if message["role"] == "assistant" else None
+        one = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+        one["content"] = word if (said.answer if said else message.get("content") or "").strip() else ""
+        if said and said.reasoning is not None and said.inline:
+            one["content"] = f"{OPEN}\n{f'since {word}' if said.reasoned else ''}\n{CLOSE}\n\n{one['content']}"
+        elif said and said.reasoning is not None:
+            one["reasoning_content"] = f"since {word}"
+        if message.get("tool_calls"):
+            one["tool_calls"] = [_other(call, word) for call in message["tool_calls"]]
+        made.append(one)
+    return made
+
+
+def _other(call: Mapping[str, Any], word: str) -> dict[str, Any]:
+    return {**call, "function": {**(call.get("function") or {}), "arguments": {"word": word}}}
+
+
+class Planner:
+    """Plans of a template by signature; None for a signature whose conversations go through the definition."""
+
+    def __init__(self, template: Template, settings: Settings) -> None:
+        self.template, self.settings = template, settings
+        self.plans: dict[Signature, Plan | None] = {}
+        self._seen: set[Signature] = set()
+        ids = sorted(template.control_ids)
+        self.control_V: npt.NDArray[np.bool_] = np.zeros(max(template.tokenizer.get_vocab().values(), default=0) + 1, dtype=bool)
+        self.control_V[ids] = True
+
+    def plan(self, messages: Messages, tools: Tools, *, cut: bool) -> Plan | None:
+        """The plan of a conversation whose signature has been seen before: to learn one costs more than to do without it once."""
+        signature = signature_of(self.template, messages, tools, cut=cut)
+        if signature is None or signature in self.plans:
+            return self.plans[signature] if signature else None
+        if signature not in self._seen:
+            self._seen.add(signature)
+            return None
+        if len(self._seen) > MOST:  # conversations that are all unlike: nothing to gain, and memory must stay flat
+            self._seen.clear()
+            self.plans.clear()
+        self.plans[signature] = self._learn(messages, tools, cut=cut)
+        return self.plans[signature]
+
+    def text(self, row: RowPlan, messages: Messages, tools: Tools) -> str:
+        return row_text(self.template, messages, tools, row.upto, thinking=row.thinking, built=row.built)
+
+    def apply(self, row: RowPlan, ids: list[int]) -> tuple[Ids, Mask] | None:
+        """Ids and mask of a rendered row; None where it is not as planned."""
+        if row.late:
+            ids = ids + row.late
+        ids_L = np.frombuffer(array("i", ids), dtype=np.int32)
+        at_C = np.flatnonzero(self.control_V[ids_L])
+        if at_C.shape != row.control_C.shape or (ids_L[at_C] != row.control_C).any():
+            return None
+        at, mask_L, end = at_C.tolist(), np.zeros(len(ids), dtype=np.uint8), 0
+        for span in row.spans:
+            first = at[span.after] + 1
+            begin, end = first + len(span.tail), at[span.until] + 1
+            if begin >= end or ids[first:begin] != span.tail:
+                return None
+            mask_L[begin:end] = 1
+        return (ids_L[: end - 1], mask_L[: end - 1]) if row.cut else (ids_L, mask_L)
+
+    def _learn(self, messages: Messages, tools: Tools, *, cut: bool) -> Plan | None:
+        """A plan that gives the rows of the definition for two probes, if there is one."""
+        try:
+            probes = [probe_of(messages, words, cut=cut) for words in WORDS]
+            said = [say(self.template, probe, tools, self.settings, cut=cut) for probe in probes]
+        except ValueError:
+            return None
+        if said[0].left_out != said[1].left_out:
+            return None
+        for built in (False, True):
+            rows = [self._row(row, probes[0], tools, built=built, cut=cut) for row in said[0].rows]
+            plan = Plan(tuple(row for row in rows if row), said[0].left_out)
+            if all(rows) and all(self._holds(plan, probe, one, tools) for probe, one in zip(probes, said, strict=True)):
+                return plan
+        return None
+
+    def _holds(self, plan: Plan, probe: Messages, said: Said, tools: Tools) -> bool:
+        """Whether the plan gives the rows of the definition."""
+        if len(plan.rows) != len(said.rows):
+            return False
+        for row, wanted in zip(plan.rows, said.rows, strict=True):
+            made = self.apply(row, self.template.ids(self.text(row, probe, tools)))
+            if made is None or made[0].tolist() != list(wanted.ids_L) or made[1].tolist() != wanted.mask:
+                return False
+        return True
+
+    def _row(self, row: SaidRow, probe: Messages, tools: Tools, *, built: bool, cut: bool) -> RowPlan | None:
+        if built and (cut or probe[row.upto - 1]["role"] != "assistant"):
+            return None
+        ids = self.template.ids(row_text(self.template, probe, tools, row.upto, thinking=row.thinking, built=built))
+        late = row.ids_L[len(ids) :]
+        full = [*ids, *late]
+        ids_L = np.array(full, dtype=np.int32)
+        at = np.flatnonzero(self.control_V[ids_L]).tolist()
+        spans, short = [], False
+        for turn in row.turns:
+            short = cut and turn.end == len(row.ids_L)
+            end = turn.end + 1 if short else turn.end
+            after = max((j for j, i in enumerate(at) if i < turn.begin), default=None)
+            if after is None or end - 1 not in at:
+                return None
+            spans.append(Span(turn.number, after, full[at[after] + 1 : turn.begin], at.index(end - 1)))
+        return RowPlan(row.upto, row.thinking, built, ids_L[at], tuple(spans), late, short)
+
+
+def row_text(template: Template, messages: Messages, tools: Tools, upto: int, *, thinking: bool, built: bool) -> str:
+    """The text of messages[:upto]: rendered once, or put together by the definition, whose last message is an assistant's."""
+    if built:
+        return "".join(spoken(template, messages, upto - 1, tools, cut=False))
+    last = max(i for i in range(upto) if messages[i]["role"] == "assistant")
+    return template.render(template.prepare(messages[:upto], spoken=last), tools, thinking=thinking)
