@@ -3,17 +3,17 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spectrain.config import PrepareConfig
+from spectrain.data.filters import Questions
+
 ROOT = Path(__file__).parents[1]
 EVALUATION = ROOT / "eval"
 TRAINING = ROOT / "recipes" / "data"
-SHINGLE = 8  # words
-SHARE = 0.35  # of a prompt's shingles in one question: from here on it is a near copy
 
 Row = dict[str, Any]
 
@@ -33,38 +33,6 @@ def prompts() -> list[Row]:
     return read(TRAINING / "prompts.jsonl")
 
 
-def words(text: str) -> list[str]:
-    """Lower-case runs of letters and digits."""
-    return re.findall(r"[^\W_]+", text.lower())
-
-
-def shingles(text: str) -> set[int]:
-    """Hashes of the runs of eight words; empty for a shorter text."""
-    found = words(text)
-    return {hash(tuple(found[i : i + SHINGLE])) for i in range(len(found) - SHINGLE + 1)}
-
-
-def equal(prompts: Iterable[str], questions: Iterable[list[str]]) -> list[str]:
-    """Prompts whose words are those of one turn of a question."""
-    asked = {tuple(words(turn)) for turns in questions for turn in turns}
-    return [prompt for prompt in prompts if tuple(words(prompt)) in asked]
-
-
-def near(prompts: Iterable[str], questions: Iterable[list[str]]) -> list[str]:
-    """Prompts with too large a share of their shingles in one question, all its turns together."""
-    where: dict[int, list[int]] = {}
-    for number, turns in enumerate(questions):
-        for shingle in set().union(*map(shingles, turns)):
-            where.setdefault(shingle, []).append(number)
-    found = []
-    for prompt in prompts:
-        own = shingles(prompt)
-        shared = Counter(number for shingle in own for number in where.get(shingle, ()))
-        if own and max(shared.values(), default=0) / len(own) >= SHARE:
-            found.append(prompt)
-    return found
-
-
 def documented(folder: Path) -> dict[str, int]:
     """Records by source, as the table of SOURCES.md has them."""
     counts: dict[str, int] = {}
@@ -76,21 +44,12 @@ def documented(folder: Path) -> dict[str, int]:
     return counts
 
 
-def test_no_prompt_equals_a_question(prompts: list[Row], questions: list[Row]) -> None:
-    assert equal((row["prompt"] for row in prompts), [row["turns"] for row in questions]) == []
-
-
-def test_no_prompt_is_near_a_question(prompts: list[Row], questions: list[Row]) -> None:
-    ids = {row["prompt"]: row["id"] for row in prompts}
-    assert [ids[prompt] for prompt in near(ids, [row["turns"] for row in questions])] == []
-
-
-def test_copies_are_found() -> None:
-    text = "a train leaves at noon and runs at forty miles an hour; when does it come to the sea?"
-    question = ["unrelated first turn", text]
-    assert equal(["A train leaves at noon, and runs at forty miles an hour. When does it come to the sea?"], [question])
-    assert near([text.replace("sea", "lake")], [question])
-    assert not near(["When does a train that leaves at noon at forty miles an hour come to the lake or to the sea?"], [question])
+def test_no_prompt_equals_a_question_or_is_near_one(prompts: list[Row], questions: list[Row]) -> None:
+    """As `spectrain prepare` finds them."""
+    against = Questions((row["turns"] for row in questions), near=PrepareConfig().near)
+    assert len(against) > 500
+    assert [row["id"] for row in prompts if against.fault([row["prompt"]])] == []
+    assert against.fault(questions[0]["turns"]) == "exact"
 
 
 def test_ids_and_prompts_are_unique(prompts: list[Row], questions: list[Row]) -> None:
