@@ -1,79 +1,189 @@
-"""Answers by the target itself, written as they come and resumed by what each row really is.
+"""Answers by the target itself, in process: batches of prompts of like length, conversations turn by turn, reasoning set apart.
 
-A row's key is the hash of its messages and of every setting that changes the answer; a second call makes exactly the rows that
-are missing, in whatever order the prompts come.
+What is asked is in data/questions.py, the file of answers in data/answers.py, and the way through a server in data/endpoint.py.
 """
 
-import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from spectrain.data.formats import Message, Prompt, read_jsonl
+from spectrain.data.answers import Answer, AnswerFile, Dialogue, Tally
+from spectrain.data.formats import Message
+from spectrain.data.masking import check_messages
+from spectrain.data.questions import Question, answer_key, missing, question_of, seed_of
+from spectrain.data.templates import Template
+from spectrain.data.turns import Settings, say
+
+# (chats, settings, seeds) -> an answer each, or the reason why there is none
+Answerer = Callable[[Sequence[list[Message]], Mapping[str, Any], Sequence[int]], Sequence[Answer | ValueError]]
+Length = Callable[[list[Message], Mapping[str, Any]], int]
+
+THINK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+# gpt-oss: channels (https://cookbook.openai.com/articles/openai-harmony); the last message is the answer
+HARMONY = re.compile(
+    r"\s*<\|channel\|>analysis<\|message\|>(.*?)<\|end\|><\|start\|>assistant<\|channel\|>final<\|message\|>(.*)", re.DOTALL
+)
+OPENED = {"<think>": "</think>", "<|channel|>analysis<|message|>": "<|end|>"}
 
 
-@dataclass(frozen=True)
-class Answer:
-    """An answer's text, number of tokens, and finish reason (`stop` or `length`)."""
+def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
+    """(reasoning, answer) of what the target said. opened: its prompt ended within the reasoning (`…<think>`).
 
-    text: str
-    tokens: int
-    finish_reason: str
+    Line feeds beside the marks belong to the template, which writes them itself. Reasoning that was cut off leaves an empty answer.
+    """
+    if opened:
+        text = "<think>" + text
+    for pattern in (THINK, HARMONY):
+        found = pattern.fullmatch(text)
+        if found:
+            return found[1].strip("\n"), found[2].lstrip("\n")
+    for begin, end in OPENED.items():
+        if text.lstrip().startswith(begin) and end not in text:
+            return text.lstrip().removeprefix(begin).strip("\n"), ""
+    return "", text
 
 
-Answerer = Callable[[Sequence[list[Message]], Mapping[str, Any], Sequence[int]], list[Answer]]
+def open_dialogues(
+    items: Iterable[Any], settings: Callable[[Any], Mapping[str, Any]], file: AnswerFile, *, limit: int | None = None
+) -> list[Dialogue]:
+    """What is still to be asked for these items (prompts, conversations); what cannot be asked is rejected.
+
+    settings(item): what its answer depends on, apart from the messages. limit: items taken, the rejected ones not counted.
+    """
+    questions: list[tuple[Question, str]] = []
+    kept: dict[str, Mapping[str, Any]] = {}
+    for item in items:
+        try:
+            question = item if isinstance(item, Question) else question_of(item)
+        except ValueError as error:
+            file.reject(item.id, str(error))
+            continue
+        if limit is not None and len(questions) >= limit:
+            break
+        own = settings(item)
+        key = answer_key(question.asked, own)
+        kept[key] = own
+        questions.append((question, key))
+    todo = missing(questions, file.done)
+    file.tally.there = len(questions) - len(todo)
+    return [Dialogue(question, key, kept[key.partition("-")[0]]) for question, key in todo]
 
 
-def answer_key(messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
-    """Hash of all that an answer depends on."""
-    return hashlib.sha256(json.dumps([list(messages), dict(settings)], sort_keys=True).encode()).hexdigest()[:16]
+def odd_answers(template: Template, dialogue: Dialogue) -> int:
+    """How many answers of a conversation, brought back through the template, are other tokens than the target read and said."""
+    try:
+        messages = check_messages(template, dialogue.messages, None)
+        rows = say(template, messages, None, Settings(rows="turn"), cut=dialogue.answers[-1].finish_reason == "length").rows
+    except ValueError:
+        return len(dialogue.answers)
+    taught = {turn.number: (turn.begin, tuple(turn.ids_L[turn.begin : turn.end])) for row in rows for turn in row.turns}
+    numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return sum(taught.get(i) != (said.prompt_tokens, said.ids) for i, said in zip(numbers, dialogue.answers, strict=True))
 
 
 def regenerate(
-    prompts: Sequence[Prompt], *, answer: Answerer, settings: Callable[[Prompt], Mapping[str, Any]], out: Path, batch_size: int
-) -> int:
-    """Answer prompts into a JSONL file of conversations; returns the number answered now.
+    prompts: Sequence[Any], *, answer: Answerer, settings: Callable[[Any], Mapping[str, Any]], out: Path, batch_size: int,
+    length: Length | None = None, model: str = "",
+) -> int:  # fmt: skip
+    """Answer prompts or conversations into a JSONL file of conversations; returns the number answered now.
 
     answer(chats, settings, seeds) -> answers. settings(prompt): what the answer depends on, apart from the messages; prompts are
     batched with those of equal settings, shortest first. Finished batches are safe on disk; a torn last line is dropped and redone.
     """
-    done = _mend(out)
-    todo: dict[str, list[tuple[str, Prompt]]] = {}
-    for prompt in prompts:
-        key = answer_key(prompt.chat, settings(prompt))
-        if key not in done:
-            todo.setdefault(json.dumps(dict(settings(prompt)), sort_keys=True), []).append((key, prompt))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    count = sum(map(len, todo.values()))
-    with out.open("a", encoding="utf-8", newline="\n") as file, tqdm(total=count, desc="answers", unit="row", disable=None) as bar:
-        for group in todo.values():
-            group.sort(key=lambda pair: len(pair[1].turns[0]))
-            for start in range(0, len(group), batch_size):
-                batch = group[start : start + batch_size]
-                chats = [prompt.chat for _, prompt in batch]
-                answers = answer(chats, settings(batch[0][1]), [int(key, 16) >> 1 for key, _ in batch])
-                for (key, prompt), chat, reply in zip(batch, chats, answers, strict=True):
-                    messages = [*chat, {"role": "assistant", "content": reply.text}]
-                    row = {"id": prompt.id, "domain": prompt.domain, "messages": messages, "finish_reason": reply.finish_reason,
-                           "tokens": reply.tokens, "key": key}  # fmt: skip
-                    file.write(json.dumps(row, ensure_ascii=True) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-                bar.update(len(batch))
-    return count
+    with AnswerFile(out) as file:
+        dialogues = open_dialogues(prompts, settings, file)
+        return answer_in_batches(dialogues, answer=answer, file=file, batch_size=batch_size, length=length, model=model).answered
 
 
-def _mend(out: Path) -> set[str]:
-    """Keys of the rows already there; a last line without its line feed is cut off."""
-    if not out.exists():
-        return set()
-    content = out.read_bytes()
-    if content and not content.endswith(b"\n"):
-        with out.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
-    return {row["key"] for _, row in read_jsonl(out) if "key" in row}
+def answer_in_batches(
+    dialogues: Sequence[Dialogue], *, answer: Answerer, file: AnswerFile, batch_size: int, length: Length | None = None, model: str = ""
+) -> Tally:
+    """Answer every dialogue to its last turn. length(chat, settings): tokens of a prompt (without it, its characters are counted)."""
+    begin = time.monotonic()
+    groups: dict[str, list[Dialogue]] = {}
+    for dialogue in dialogues:
+        groups.setdefault(json.dumps(dict(dialogue.settings), sort_keys=True), []).append(dialogue)
+    with tqdm(total=len(dialogues), desc="answers", unit="row", disable=None) as bar:
+        for group in groups.values():
+            todo = _Turns(group, length or _characters, file, model)
+            bar.update(len(group) - todo.left)
+            while batch := todo.next(batch_size):
+                chats = [dialogue.chat for dialogue in batch]
+                answers = answer(chats, batch[0].settings, [_turn_seed(dialogue) for dialogue in batch])
+                bar.update(todo.take(batch, answers))
+                bar.set_postfix_str(f"{file.tally.tokens / (time.monotonic() - begin):.0f} tokens/s")
+    file.tally.seconds += time.monotonic() - begin
+    return file.tally
+
+
+def _turn_seed(dialogue: Dialogue) -> int:
+    return seed_of(f"{dialogue.key}:{len(dialogue.answers)}" if dialogue.answers else dialogue.key)
+
+
+def _characters(chat: list[Message], settings: Mapping[str, Any]) -> int:
+    return sum(len(str(message.get("content", ""))) for message in chat)
+
+
+class _Turns:
+    """The turns that can be asked now: first ones, shortest first, and later ones, which go first as soon as they fill a batch.
+
+    So conversations end soon after they began, and a stop loses few of them.
+    """
+
+    def __init__(self, group: Sequence[Dialogue], length: Length, file: AnswerFile, model: str) -> None:
+        self._length, self._file, self._model = length, file, model
+        self._later: list[tuple[int, Dialogue]] = []
+        first = [(size, dialogue) for dialogue in group if (size := self._measure(dialogue)) is not None]
+        first.sort(key=lambda pair: pair[0])
+        self._first: Iterator[tuple[int, Dialogue]] = iter(first)
+        self.left = len(first)
+
+    def _measure(self, dialogue: Dialogue) -> int | None:
+        """Length of the next prompt; None when it cannot be asked: the conversation then ends before it, or is rejected."""
+        try:
+            return self._length(dialogue.chat, dialogue.settings)
+        except ValueError as error:
+            self._end(dialogue, error)
+            return None
+
+    def _end(self, dialogue: Dialogue, error: ValueError) -> None:
+        if dialogue.answers:
+            self._file.write([dialogue], self._model)
+        else:
+            self._file.reject(dialogue.question.id, str(error))
+
+    def next(self, size: int) -> list[Dialogue]:
+        """The next batch of at most `size`, empty at the end."""
+        self._later.sort(key=lambda pair: pair[0])
+        batch = [dialogue for _, dialogue in self._later[:size]]
+        if len(batch) < size:
+            fresh = [dialogue for _, dialogue in islice(self._first, size)]
+            if fresh:
+                return fresh
+        self._later = self._later[size:]
+        return batch
+
+    def take(self, batch: Sequence[Dialogue], answers: Sequence[Answer | ValueError]) -> int:
+        """Hand out the answers; returns how many conversations ended with them."""
+        if len(answers) != len(batch):
+            raise ValueError(f"{len(answers)} answers for {len(batch)} prompts; the answering function must give one each")
+        ended, before = [], self.left
+        for dialogue, said in zip(batch, answers, strict=True):
+            if isinstance(said, ValueError):
+                self._end(dialogue, said)
+                self.left -= 1
+            elif not dialogue.take(said):
+                ended.append(dialogue)
+            elif (size := self._measure(dialogue)) is not None:
+                self._later.append((size, dialogue))
+            else:
+                self.left -= 1
+        self._file.write(ended, self._model)
+        self.left -= len(ended)
+        return before - self.left
