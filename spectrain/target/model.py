@@ -9,7 +9,6 @@ F = len(layer_ids) * W.
 
 import hashlib
 import inspect
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spectrain.data.identity import fingerprints
 from spectrain.kernels import tree_attention
 from spectrain.target.cache import SlabCache, causal_mask
 
@@ -198,11 +198,8 @@ class Target:
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Hashes that tell whether a head, a store or an answer file belongs to this target."""
-        vocab = json.dumps(sorted(self.tokenizer.get_vocab().items()))
-        template = self.tokenizer.chat_template or ""
         weights = self.embedding_VW.detach()[:: max(1, self.vocab_size // 512)].float().cpu().contiguous().numpy().tobytes()
-        parts = {"tokenizer_sha256": vocab.encode(), "template_sha256": str(template).encode(), "embedding_sha256": weights}
-        return {key: hashlib.sha256(value).hexdigest() for key, value in parts.items()}
+        return {**fingerprints(self.tokenizer), "embedding_sha256": hashlib.sha256(weights).hexdigest()}
 
     def encode(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
         """Token ids of a prompt: ids as they are, a string as plain text, a chat (list of messages) through the template."""

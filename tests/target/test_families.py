@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 
-from spectrain.data.masking import Row
+from spectrain.data.rows import Row
 from spectrain.decoding.generate import generate
 from spectrain.decoding.shapes import Chain
 from spectrain.decoding.tree import ancestors

@@ -1,190 +1,185 @@
-"""The feature store: what is captured, resumed, refused."""
+"""Reading samples: from a store, or computed when asked for; against a pass for each row."""
 
-import json
-import shutil
-from collections import namedtuple
+import copy
+import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from spectrain.data.masking import Row
-from spectrain.target import features
-from spectrain.target.features import FeatureStore, capture, capture_row, rows_hash, store_bytes
+from spectrain.config import CaptureConfig
+from spectrain.data.batches import Batch, Sample, collate
+from spectrain.data.rows import Row
+from spectrain.target.capture import capture
+from spectrain.target.features import FeatureStore, OnlineFeatures, capture_row
 from spectrain.target.model import Target
+from spectrain.target.states import readable
 
-LENGTHS = [6, 3, 11, 9, 4]
-
-
-def make_rows(n: int = 5, seed: int = 0) -> list[Row]:
-    g = torch.Generator().manual_seed(seed)
-    rows = []
-    for i in range(n):
-        L = LENGTHS[i % 5]
-        ids = torch.randint(0, 100, (L,), generator=g).tolist()
-        rows.append(Row(id=f"r{i}", domain="d", ids_L=tuple(ids), mask_L=(0,) * (L // 2) + (1,) * (L - L // 2)))
-    return rows
+LAYERS = (1, 3)
+CONFIG = CaptureConfig(rows_per_shard=4, batch_tokens=48)
+FIELDS = tuple(Sample.__dataclass_fields__)
 
 
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch) -> None:
-    monkeypatch.setattr(features, "ROWS_PER_SHARD", 2)
+def make_rows(seed: int = 0) -> list[Row]:
+    """Single rows, turns of a conversation across two shards, one without a supervised token, one with text behind the last one."""
+    rng = np.random.default_rng(seed)
+
+    def ids(n: int) -> np.ndarray:
+        return rng.integers(6, 100, n)
+
+    start = ids(9)
+    turns = [Row(f"c#{j}", "b", np.concatenate([start[: 5 + j], ids(5)]), [0] * (6 + j) + [1] * 4, group="c") for j in range(4)]
+    rows = [Row(f"r{i}", "a", ids(n), [0] * (n // 2) + [1] * (n - n // 2)) for i, n in enumerate((6, 3, 11))]
+    return [*rows, *turns, Row("none", "a", ids(5), [0] * 5), Row("tail", "a", ids(12), [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0])]
 
 
-def test_stored_states_are_not_the_targets(target: Target, eager, tmp_path: Path) -> None:
-    """FC1: by row: states of the layers, the last state that gives the target's logits, its best id and log-sum-exp."""
+def same(a: Sample | Batch, b: Sample | Batch) -> bool:
+    def tensors(x: Any) -> list[torch.Tensor]:
+        found = [getattr(x, f) for f in FIELDS if hasattr(x, f)] + [getattr(x, f) for f in ("ids_BL", "best_P", "lse_P") if hasattr(x, f)]
+        return [t for f in found for t in (f.tensors.values() if hasattr(f, "tensors") else [f])]
+
+    return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
+@pytest.fixture
+def store(target: Target, tmp_path: Path) -> FeatureStore:
     rows = make_rows()
-    capture(rows, target, (1, 3), tmp_path / "s")
+    capture(rows, target, LAYERS, tmp_path / "s", CONFIG)
+    return FeatureStore(tmp_path / "s", rows)
+
+
+@pytest.mark.parametrize(("kind", "worst"), [("bf16", 2**-8), ("int8", 0.012)])
+def test_stored_states_are_not_the_targets(kind: str, worst: float, target: Target, eager, tmp_path: Path) -> None:
+    """Against transformers' own hidden states: by layer, to the precision of the codes; last states, best ids, log-sum-exps."""
+    rows = make_rows()
+    capture(rows, target, LAYERS, tmp_path / "s", CONFIG.model_copy(update={"states": kind}))
     store = FeatureStore(tmp_path / "s", rows)
-    assert len(store) == 5
+    assert len(store) == len(rows) and store.layer_ids == LAYERS
     for i, row in enumerate(rows):
-        theirs = eager(target)(input_ids=torch.tensor([row.ids_L]), output_hidden_states=True)
-        sample, mask = store[i], torch.tensor(row.mask_L).bool()
-        assert sample.ids_L.tolist() == list(row.ids_L) and sample.mask_L.tolist() == list(row.mask_L)
-        assert sample.states_LF.dtype == torch.float32
-        torch.testing.assert_close(sample.states_LF[:, :32], theirs.hidden_states[1][0], atol=1e-2, rtol=1e-2)  # kept in bfloat16
-        torch.testing.assert_close(target.model.model.norm(sample.states_LF[:, 32:]), theirs.hidden_states[3][0], atol=3e-2, rtol=2e-2)
-        logits = theirs.logits[0]
-        torch.testing.assert_close((sample.last_LW @ target.output_VW.T)[mask], logits[mask], atol=5e-2, rtol=1e-2)
-        torch.testing.assert_close(sample.lse_L[mask], logits.logsumexp(-1)[mask], atol=1e-4, rtol=1e-4)
-        assert sample.best_L[mask].tolist() == logits.argmax(-1)[mask].tolist()
-        assert not sample.last_LW[~mask].any() and not sample.lse_L[~mask].any()
+        ids_L, mask_L = (torch.from_numpy(x.astype(np.int64)) for x in (row.ids_L, row.mask_L))
+        with torch.no_grad():
+            theirs = eager(target).model(input_ids=ids_L[None], output_hidden_states=True, use_cache=False)
+        sample, K = store[i], readable(row)
+        assert torch.equal(sample.ids_L, ids_L) and torch.equal(sample.mask_L, mask_L)
+        ours = sample.states.float()
+        assert ours.shape == (len(row), 2 * 32) and not ours[K:].any()
+        if not K:
+            continue
+        first = theirs.hidden_states[1][0, :K]
+        assert ((ours[:K, :32] - first).norm(dim=-1) / first.norm(dim=-1)).max() < worst
+        normed = target.model.model.norm(ours[:K, 32:])  # hs[3] is the state before the final norm
+        assert ((normed - theirs.hidden_states[3][0, :K]).norm(dim=-1) / normed.norm(dim=-1)).max() < worst
+        logits_MV = target.model.lm_head(theirs.last_hidden_state[0, mask_L.bool()])
+        torch.testing.assert_close(sample.last.float() @ target.output_VW.T, logits_MV, atol=5e-2, rtol=1e-2)
+        torch.testing.assert_close(sample.lse_M, logits_MV.logsumexp(-1), atol=1e-4, rtol=1e-4)
+        assert sample.best_M.tolist() == logits_MV.argmax(-1).tolist() and sample.best_M.dtype == torch.int64
 
 
-def test_row_without_supervised_tokens_breaks_the_store(target: Target, tmp_path: Path) -> None:
-    rows = [replace(make_rows()[0], mask_L=(0,) * 6), make_rows()[1]]
-    capture(rows, target, (1,), tmp_path / "s")
-    sample = FeatureStore(tmp_path / "s", rows)[0]
-    assert sample.states_LF.shape == (6, 32) and not sample.last_LW.any()
+def test_batch_is_not_its_samples(store: FeatureStore) -> None:
+    for numbers in ([0], [3, 4, 5, 6], [8, 0, 7, 5], [7], [2, 2]):
+        batch, expected = store.batch(numbers), collate([store[i] for i in numbers])
+        assert torch.equal(batch.ids_BL, expected.ids_BL) and torch.equal(batch.mask_BL, expected.mask_BL)
+        assert torch.equal(batch.states_BLF, expected.states_BLF) and batch.states.codes.dtype == torch.int8
+        assert torch.equal(batch.last_PW, expected.last_PW) and batch.last.codes.dtype == torch.bfloat16
+        assert torch.equal(batch.best_P, expected.best_P) and torch.equal(batch.lse_P, expected.lse_P)
+        assert len(batch.best_P) == int(batch.mask_BL.sum())
+    torch.testing.assert_close(store.batch([4]).states_BLF[0], store[4].states.float())
 
 
-def test_announced_bytes_are_not_those_written(target: Target, tmp_path: Path) -> None:
-    """ME1: 4 states of width 4096 in bfloat16 are 32,768 bytes a token; the announced bytes are those of the shards."""
-    row = Row("r", "d", (1,) * 2048, (0,) * 2048)
-    assert store_bytes([row], target_width=4096, num_states=4) == 2048 * 32_768 == 64 * 2**20
-    rows = make_rows()
-    capture(rows, target, (1, 2), tmp_path / "s")
-    written = 0
-    for i in range(len(rows)):
-        part = capture_row(rows[i], target, (1, 2))
-        written += sum(part[name].numel() * part[name].element_size() for name in ("states", "last"))
-    assert written == store_bytes(rows, target_width=32, num_states=2)
+@pytest.mark.parametrize("numbers", [[0], [3, 4, 5, 6, 8], [6, 2, 3, 7]])
+def test_online_features_are_others(numbers: list[int], store: FeatureStore, target: Target) -> None:
+    """In the target's precision, equal to a pass for each row; and to the store within its rounding."""
+    online = OnlineFeatures(target, store.rows, LAYERS, CONFIG)
+    ours, stored = online.batch(numbers), store.batch(numbers)
+    assert len(online) == len(store) and torch.equal(ours.ids_BL, stored.ids_BL) and torch.equal(ours.mask_BL, stored.mask_BL)
+    alone = [capture_row(store.rows[i], target, LAYERS) for i in numbers]
+    for b, (i, part) in enumerate(zip(numbers, alone, strict=True)):
+        K = readable(store.rows[i])
+        torch.testing.assert_close(ours.states_BLF[b, :K], part["states"][:K], atol=1e-4, rtol=1e-4)
+        assert not ours.states_BLF[b, K:].any()
+    for field, name in (("last_PW", "last"), ("best_P", "best"), ("lse_P", "lse")):
+        torch.testing.assert_close(getattr(ours, field), torch.cat([part[name] for part in alone]), atol=1e-4, rtol=1e-4)
+    kept = ours.states_BLF.norm(dim=-1) > 0
+    off = (ours.states_BLF - stored.states_BLF).norm(dim=-1)[kept] / ours.states_BLF.norm(dim=-1)[kept]
+    assert 0 < off.max() < 0.012
+    assert same(online[numbers[0]], online[numbers[0]])
 
 
-def test_full_disk_is_noticed_at_the_end(target: Target, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(10**6, 0, 100))
-    with pytest.raises(ValueError, match="the store needs .* has 0 MiB left"):
-        capture(make_rows(), target, (1,), tmp_path / "s")
-    assert not (tmp_path / "s").exists()
+def test_last_states_are_stored_where_no_loss_needs_them(store: FeatureStore, target: Target, tmp_path: Path) -> None:
+    capture(store.rows, target, LAYERS, tmp_path / "none", CONFIG, last_state="none")
+    bare = FeatureStore(tmp_path / "none", store.rows)
+    batch = bare.batch([0, 3, 4])
+    assert torch.equal(batch.states_BLF, store.batch([0, 3, 4]).states_BLF)
+    assert batch.last.codes.shape == (0, 32) and not len(batch.best_P) and not len(batch.lse_P)
 
 
-def test_row_longer_than_the_target_takes_is_captured(make_target, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a row has 11 tokens, tiny takes 10"):
-        capture(make_rows(), make_target(max_position_embeddings=10), (1,), tmp_path / "s")
+def test_samples_of_a_store_depend_on_how_it_was_made(store: FeatureStore, target: Target, tmp_path: Path) -> None:
+    """Rows a shard and tokens a pass: the same states, whatever was computed together."""
+    for rows_per_shard, batch_tokens in ((1, 1), (9, 512)):
+        out = tmp_path / f"{rows_per_shard}"
+        config = CaptureConfig(states="bf16", rows_per_shard=rows_per_shard, batch_tokens=batch_tokens)
+        capture(store.rows, target, LAYERS, out, config)
+    alone, together = (FeatureStore(tmp_path / name, store.rows) for name in ("1", "9"))
+    for i in range(len(store)):
+        torch.testing.assert_close(alone[i].states.float(), together[i].states.float(), atol=1e-2, rtol=1e-2)
+        assert torch.equal(alone[i].best_M, together[i].best_M)
 
 
-def counting(monkeypatch) -> list[str]:
-    seen: list[str] = []
-
-    def spy(row: Row, target: Target, layer_ids) -> dict:
-        seen.append(row.id)
-        return capture_row(row, target, layer_ids)
-
-    monkeypatch.setattr(features, "capture_row", spy)
-    return seen
-
-
-def test_stopped_capture_starts_over(target: Target, tmp_path: Path, monkeypatch) -> None:
-    rows, out = make_rows(), tmp_path / "s"
-    capture(rows, target, (1,), out)
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
-    assert len(before) == 4
-    seen = counting(monkeypatch)
-    capture(rows, target, (1,), out)
-    assert seen == []
-    (out / "rows-0000002.safetensors").unlink()
-    (out / "rows-0000004.part").write_bytes(b"torn")
-    with pytest.raises(ValueError, match="incomplete .1 shards missing.*run the capture again"):
-        FeatureStore(out, rows)
-    capture(rows, target, (1,), out)
-    assert seen == ["r2", "r3"]
-    assert {name: (out / name).read_bytes() for name in before} == before
-
-
-def test_interrupted_shard_is_readable(target: Target, tmp_path: Path, monkeypatch) -> None:
-    """ME1: a killed run leaves no row that loads."""
-
-    def fails(*args) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(features.os, "replace", lambda a, b: fails() if str(b).endswith(".safetensors") else Path(a).rename(b))
-    with pytest.raises(KeyboardInterrupt):
-        capture(make_rows(), target, (1,), tmp_path / "s")
-    assert not list((tmp_path / "s").glob("*.safetensors"))
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        (lambda rows, target, other: (rows[::-1], target, (1, 2)), "rows_sha256"),
-        (lambda rows, target, other: ([replace(rows[0], mask_L=(1,) * 6), *rows[1:]], target, (1, 2)), "rows_sha256"),
-        (lambda rows, target, other: (rows[:3], target, (1, 2)), "rows"),
-        (lambda rows, target, other: (rows, target, (1, 3)), "layer_ids"),
-        (lambda rows, target, other: (rows, target, (2, 1)), "layer_ids"),
-        (lambda rows, target, other: (rows, other, (1, 2)), "embedding_sha256"),
-    ],
-)
-def test_store_of_something_else_is_taken(target: Target, make_target, tmp_path: Path, change, field: str) -> None:
-    """RE3: the refusal names the field."""
-    rows = make_rows()
-    capture(rows, target, (1, 2), tmp_path / "s")
-    with pytest.raises(ValueError, match=f"a store with {field} = .*capture into a new folder"):
-        capture(*change(rows, target, make_target(seed=9)), tmp_path / "s")
-
-
-def test_store_of_another_template_or_dtype_is_taken(target: Target, make_tokenizer, tmp_path: Path, monkeypatch) -> None:
-    rows = make_rows()
-    capture(rows, target, (1,), tmp_path / "s")
-    with pytest.raises(ValueError, match="template_sha256"):
-        capture(rows, Target(model=target.model, tokenizer=make_tokenizer(100, template="{{ x }}"), name="t"), (1,), tmp_path / "s")
-    monkeypatch.setattr(features, "DTYPE", torch.float16)
-    with pytest.raises(ValueError, match=r"dtype = 'torch.bfloat16', needed 'torch.float16'"):
-        capture(rows, target, (1,), tmp_path / "s")
-
-
-def test_folder_of_something_else_is_overwritten(target: Target, tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("x")
-    with pytest.raises(ValueError, match="holds files but no manifest"):
-        capture(make_rows(), target, (1,), tmp_path)
-
-
-def test_damaged_store_is_read(target: Target, tmp_path: Path) -> None:
-    rows, out = make_rows(), tmp_path / "s"
+def test_damaged_or_missing_shard_is_read(store: FeatureStore, tmp_path: Path) -> None:
+    rows, path = store.rows, tmp_path / "s" / "rows-0000004.safetensors"
     with pytest.raises(ValueError, match="no feature store; run `spectrain capture`"):
-        FeatureStore(out, rows)
-    capture(rows, target, (1,), out)
-    with pytest.raises(ValueError, match="captured from other rows .rows_sha256"):
-        FeatureStore(out, rows[::-1])
-    shard = out / "rows-0000002.safetensors"
-    content = shard.read_bytes()
-    store = FeatureStore(out, rows)
-    shard.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="rows-0000002.safetensors is damaged .*delete it and run the capture again"):
-        store[2]
-    assert store[1].ids_L.tolist() == list(rows[1].ids_L)
+        FeatureStore(tmp_path / "nowhere", rows)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    late = FeatureStore(tmp_path / "s", rows)
+    assert same(late[3], store[3])
+    with pytest.raises(ValueError, match="rows-0000004.safetensors is damaged .checksum"):
+        late.batch([3, 5])
+    path.unlink()
+    with pytest.raises(ValueError, match="rows-0000004.safetensors is damaged .it is missing"):
+        FeatureStore(tmp_path / "s", rows, on_damage="skip")._opened(4)
+    with pytest.raises(ValueError, match="1 of 3 shards missing, first rows-0000004"):
+        FeatureStore(tmp_path / "s", rows)
+    left = FeatureStore(tmp_path / "s", rows, on_damage="skip")
+    assert [row.id for row in left.rows] == ["r0", "r1", "r2", "c#0", "tail"] and left.rows[3:4] == [rows[3]]
+    assert left.skipped == {path.name: "it is missing"} and left.skipped_rows == 4
+    assert same(left[4], store[8])
 
 
-def test_manifest_does_not_say_how_it_was_made(target: Target, tmp_path: Path) -> None:
-    rows = make_rows()
-    capture(rows, target, (1, 2), tmp_path / "s")
-    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
-    assert manifest["layer_ids"] == [1, 2] and manifest["last_state"] == "post_norm" and manifest["rows_sha256"] == rows_hash(rows)
-    assert manifest.items() >= target.fingerprints.items()
+def test_shards_that_changed_places_are_read(store: FeatureStore, tmp_path: Path) -> None:
+    """Each shard is whole; its rows are not those that its name says."""
+    a, b = (tmp_path / "s" / f"rows-000000{n}.safetensors" for n in (0, 4))
+    a_bytes, b_bytes = a.read_bytes(), b.read_bytes()
+    a.write_bytes(b_bytes), b.write_bytes(a_bytes)
+    with pytest.raises(ValueError, match="rows-0000000.safetensors is damaged .row r1 is not the one that was captured"):
+        FeatureStore(tmp_path / "s", store.rows)[1]
+
+
+def test_store_is_lost_on_the_way_to_another_process(store: FeatureStore) -> None:
+    store[0]
+    assert same(pickle.loads(pickle.dumps(store))[5], store[5])
+
+
+def test_manifest_that_is_no_manifest_is_read(store: FeatureStore, tmp_path: Path) -> None:
+    path = tmp_path / "s" / "manifest.json"
+    for text, named in (("{", "is damaged"), ("[]", "format = None, needed 2"), ('{"format": 1}', "format = 1, needed 2")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=named):
+            FeatureStore(tmp_path / "s", store.rows)
 
 
 def test_dropout_of_the_target_shows_in_its_states(make_target) -> None:
     """RB3."""
     target = make_target(attention_dropout=0.5)
-    first, second = (capture_row(make_rows()[2], target, (1, 2)) for _ in range(2))
+    first, second = (capture_row(make_rows()[2], target, LAYERS) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_row_of_another_mask_is_read(store: FeatureStore, tmp_path: Path) -> None:
+    rows = [replace(store.rows[0], mask_L=[1] * 6), *store.rows[1:]]
+    with pytest.raises(ValueError, match="was captured from other rows: rows_sha256"):
+        FeatureStore(tmp_path / "s", rows)
+    assert copy.copy(store).rows is store.rows

@@ -1,0 +1,174 @@
+"""Does a store hold what it says: do its last states give the target's own logits, and are its states those of these layers?
+
+Legend: M tokens looked at of one row, V vocabulary, W target width, S states.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrain.data.rows import Row
+from spectrain.target.features import FeatureStore
+from spectrain.target.manifest import check_target
+from spectrain.target.model import Target
+from spectrain.target.states import readable, row_pass
+
+ROWS, TOKENS = 4, 128  # rows of a sample, supervised tokens looked at in each
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most KL (nats a token), least share of equal best tokens, most relative error of a state."""
+
+    kl: float
+    top1: float
+    error: float
+
+
+STORED = {"bf16": Limits(1e-4, 0.995, 0.02), "int8": Limits(0.05, 0.9, 0.1)}
+# A target in 16 bits gives other logits by itself when rows stand in other batches.
+HALF = Limits(0.05, 0.9, 0.15)
+
+
+@dataclass(frozen=True)
+class Check:
+    """On a sample: rows and tokens looked at, mean KL of the law by the stored last states from the target's own (nats a token), share
+    of equal best tokens, and by state (as in layer_ids) the relative error in the mean. kl and top1: None without stored last states."""
+
+    rows: int
+    tokens: int
+    kl: float | None
+    top1: float | None
+    errors: tuple[float, ...]
+
+    def text(self) -> str:
+        law = "" if self.kl is None else f"KL {self.kl:.1e}, same best token {self.top1:.2%}, "
+        return f"{self.rows} rows, {self.tokens} tokens against the target: {law}states within {max(self.errors):.1%}"
+
+
+def check_store(store: FeatureStore, target: Target, *, sample: int = ROWS) -> Check:
+    """Compare a sample of rows with passes of the target; what was found is returned.
+
+    Raises ValueError when the store was made from another target, or when its states are not those it names: a state of another layer
+    and a last state from before the final norm are called so.
+    """
+    check_target(store.folder, store.manifest, target)
+    numbers = _sample(store.rows, sample)
+    if not numbers:
+        raise ValueError(f"{store.folder.name} has no row with a state that can be read; nothing to check or to train on")
+    parts = [_compare(store, i, target) for i in numbers]
+    tokens = sum(part.tokens for part in parts)
+    has_last = store.manifest["last_state"] != "none"
+    found = Check(
+        rows=len(parts), tokens=tokens, kl=sum(part.kl for part in parts) / tokens if has_last else None,
+        top1=sum(part.same for part in parts) / tokens if has_last else None,
+        errors=tuple(torch.stack([part.error_S for part in parts]).mean(0).tolist()),
+    )  # fmt: skip
+    _judge(store, target, found, numbers[0])
+    return found
+
+
+def _sample(rows: Sequence[Row], count: int) -> list[int]:
+    """Numbers of rows spread evenly, of which something can be read."""
+    spread = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), 4 * count)).astype(int)).tolist()
+    return [i for i in spread if readable(rows[i])][:: max(1, len(spread) // count)][:count]
+
+
+@dataclass(frozen=True)
+class _Part:
+    tokens: int
+    kl: float
+    same: int
+    error_S: Tensor
+
+
+def _tokens(row: Row) -> Tensor:
+    """Which of the row's supervised tokens are looked at, as numbers among them."""
+    return torch.from_numpy(np.unique(np.linspace(0, row.supervised - 1, min(TOKENS, row.supervised)).astype(np.int64)))
+
+
+def _compare(store: FeatureStore, i: int, target: Target) -> _Part:
+    row, sample = store.rows[i], store[i]
+    asked_M = _tokens(row)
+    at_M = torch.from_numpy(np.flatnonzero(row.mask_L))[asked_M]
+    own = row_pass(row, target, store.layer_ids, at_M)
+    assert own.states_BNF is not None
+    K, S = readable(row), len(store.layer_ids)
+    theirs, ours = (x.float().cpu()[:K].unflatten(-1, (S, -1)) for x in (own.states_BNF[0], sample.states.float()))
+    error_S = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)).mean(0)
+    if store.manifest["last_state"] == "none":
+        return _Part(len(at_M), 0.0, 0, error_S)
+    logits_MV, own_MV = output_logits(target, sample.last[asked_M].float()).float(), own.logits_BKV[0].float()
+    log_p, log_q = own_MV.log_softmax(-1), logits_MV.log_softmax(-1)
+    same = int((logits_MV.argmax(-1) == own_MV.argmax(-1)).sum())
+    return _Part(len(at_M), float((log_p.exp() * (log_p - log_q)).sum()), same, error_S)
+
+
+@torch.no_grad()
+def output_logits(target: Target, last_MW: Tensor) -> Tensor:
+    """Logits [M, V] that the target makes of these last states, with all that it does behind its output layer (caps, scales)."""
+    last_1MW = last_MW.to(target.device, target.model.dtype)[None]
+    with _instead(target, last_1MW):
+        ids_11 = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+        return target.forward(ids_11, positions_BN=ids_11, mask=None, cache=None).logits_BKV[0]
+
+
+@contextmanager
+def _instead(target: Target, last_1MW: Tensor) -> Iterator[None]:
+    handle = target.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: (last_1MW,))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _limits(store: FeatureStore, target: Target, kind: str) -> Limits:
+    exact = target.model.dtype == torch.float32 and store.manifest["target_dtype"] == "float32"
+    return STORED[kind] if exact else Limits(max(STORED[kind].kl, HALF.kl), min(STORED[kind].top1, HALF.top1), HALF.error)
+
+
+def _judge(store: FeatureStore, target: Target, found: Check, example: int) -> None:
+    """ValueError with what was found where a figure is beyond its limit."""
+    told = "delete it and capture again"
+    limit = _limits(store, target, store.manifest["states"])
+    for s, (layer, error) in enumerate(zip(store.layer_ids, found.errors, strict=True)):
+        if not error <= limit.error:
+            near = _nearest(store, target, example, s)
+            raise ValueError(f"{store.folder.name}: what is kept as hs[{layer}] differs by {error:.1%} from the target's{near}; {told}")
+    if found.kl is None or found.top1 is None:
+        return
+    limit = _limits(store, target, store.manifest["last"])
+    # One token more may differ: a small sample cannot show shares this close to 1.
+    if not found.kl <= limit.kl or (1 - found.top1) * found.tokens > (1 - limit.top1) * found.tokens + 1:
+        was = f"gives other logits than the target (KL {found.kl:.1e}, same best token {found.top1:.1%} of {found.tokens})"
+        raise ValueError(f"{store.folder.name}: its last state {was}{_norm(store, target, example)}; {told}")
+
+
+def _states(store: FeatureStore, target: Target, i: int) -> list[Tensor]:
+    """hs[0], hs[1] ... of row i by the target."""
+    row = store.rows[i]
+    out = row_pass(row, target, range(target.num_layers + 1), torch.zeros(1, dtype=torch.long))
+    assert out.states_BNF is not None
+    return list(out.states_BNF[0].float().cpu().unflatten(-1, (target.num_layers + 1, -1)).unbind(1))
+
+
+def _off(a: Tensor, b: Tensor) -> float:
+    return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-6)).mean())
+
+
+def _nearest(store: FeatureStore, target: Target, i: int, s: int) -> str:
+    K = readable(store.rows[i])
+    ours = store[i].states.float()[:K].unflatten(-1, (len(store.layer_ids), -1))[:, s]
+    off = [_off(ours, x[:K]) for x in _states(store, target, i)]
+    best = int(np.argmin(off))
+    return f", it is hs[{best}]" if off[best] < HALF.error else ""
+
+
+def _norm(store: FeatureStore, target: Target, i: int) -> str:
+    at_M = torch.from_numpy(np.flatnonzero(store.rows[i].mask_L))
+    before = _states(store, target, i)[-1][at_M]
+    return ", it is the state before the final norm" if _off(store[i].last.float(), before) < HALF.error else ""

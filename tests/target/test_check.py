@@ -1,0 +1,120 @@
+"""A store that does not hold what it says is refused with what was found; what the check measures is returned."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spectrain.config import CaptureConfig
+from spectrain.data.rows import Row
+from spectrain.target.capture import capture
+from spectrain.target.check import check_store, output_logits
+from spectrain.target.features import FeatureStore
+from spectrain.target.model import Target
+from spectrain.target.shards import open_shard, write_shard
+
+ROWS = [Row(f"r{i}", "d", np.random.default_rng(i).integers(6, 100, 30), [0] * 10 + [1] * 20) for i in range(8)]
+CONFIG = CaptureConfig(rows_per_shard=4)
+
+
+def captured(target: Target, out: Path, **settings: Any) -> FeatureStore:
+    capture(ROWS, target, (1, 2), out, CONFIG.model_copy(update=settings))
+    return FeatureStore(out, ROWS)
+
+
+@pytest.mark.parametrize(("last", "kl"), [("bf16", 1e-4), ("int8", 1e-3)])
+def test_store_is_further_from_the_target_than_it_may(last: str, kl: float, target: Target, tmp_path: Path) -> None:
+    found = check_store(captured(target, tmp_path / "s", last=last), target, sample=4)
+    assert found.rows == 4 and found.tokens == 80 and 0 < found.kl < kl and found.top1 >= 0.98
+    assert len(found.errors) == 2 and all(0 < e < 0.012 for e in found.errors)
+    assert "4 rows, 80 tokens" in found.text() and "same best token" in found.text()
+
+
+def test_store_without_last_states_cannot_be_checked(target: Target, tmp_path: Path) -> None:
+    capture(ROWS, target, (1, 2), tmp_path / "s", CONFIG, last_state="none")
+    found = check_store(FeatureStore(tmp_path / "s", ROWS), target)
+    assert found.kl is None and found.top1 is None and max(found.errors) < 0.012 and "KL" not in found.text()
+
+
+def rewrite(out: Path, change: Any) -> None:
+    """Every shard anew, with other tensors under a right checksum."""
+    for path in out.glob("rows-*"):
+        shard = open_shard(path)
+        write_shard(path, change({name: shard.whole(name) for name in shard.kinds}))
+
+
+def test_wrong_states_are_trained_on(target: Target, make_target, tmp_path: Path) -> None:
+    """FC1: last states from before the final norm; of other rows; states of another layer; of other weights under the same embedding."""
+    out = tmp_path / "s"
+    target = make_target(seed=4)  # not the session's: its norm is changed
+    target.model.model.norm.weight.copy_(torch.linspace(0.5, 3, 32))
+    store = captured(target, out)
+    sample = [capture_states(target, row) for row in ROWS]
+    before = torch.cat([s[10:] for s in sample[:4]]), torch.cat([s[10:] for s in sample[4:]])
+
+    def without_norm(tensors: dict[str, Any]) -> dict[str, Any]:
+        first = bytes(tensors["digests"][0].numpy()) == ROWS[0].digest
+        return {**tensors, "last.codes": before[0 if first else 1].bfloat16()}
+
+    rewrite(out, without_norm)
+    with pytest.raises(ValueError, match="its last state gives other logits .*it is the state before the final norm; delete it"):
+        check_store(FeatureStore(out, ROWS), target)
+    rewrite(out, lambda tensors: {**tensors, "last.codes": tensors["last.codes"].flip(0)})
+    with pytest.raises(ValueError, match="its last state gives other logits than the target .KL"):
+        check_store(FeatureStore(out, ROWS), target)
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps({**manifest, "layer_ids": [1, 3]}))
+    with pytest.raises(ValueError, match=r"what is kept as hs\[3\] differs by .* from the target's, it is hs\[2\]"):
+        check_store(FeatureStore(out, ROWS), target)
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    target.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)  # trained on, say, with its embedding frozen
+    with pytest.raises(ValueError, match=r"what is kept as hs\[1\] differs by"):
+        check_store(store, target)
+
+
+def capture_states(target: Target, row: Row) -> torch.Tensor:
+    from spectrain.target.features import capture_row
+
+    return capture_row(row, target, (target.num_layers,))["states"]
+
+
+def test_store_of_another_target_is_taken(target: Target, make_target, tmp_path: Path) -> None:
+    store = captured(target, tmp_path / "s")
+    with pytest.raises(ValueError, match="captured from another target .tiny, now tiny.: embedding_sha256 = "):
+        check_store(store, make_target(seed=9))
+    store.manifest["target_revision"] = "abc"
+    check_store(store, target)  # a folder has no revision
+    with pytest.raises(ValueError, match="target_revision = 'abc', needed 'def'"):
+        check_store(store, replace(target, revision="def"))
+
+
+def test_store_with_nothing_to_read_passes(target: Target, tmp_path: Path) -> None:
+    rows = [replace(row, mask_L=[0] * 30) for row in ROWS]
+    capture(rows, target, (1,), tmp_path / "s", CONFIG)
+    with pytest.raises(ValueError, match="no row with a state that can be read"):
+        check_store(FeatureStore(tmp_path / "s", rows), target)
+
+
+def test_logits_of_stored_states_leave_out_what_follows_the_output_layer(make_tokenizer) -> None:
+    """A cap on the logits (Gemma-2)."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    from spectrain.kernels import tree_attention
+    from spectrain.target.features import capture_row
+
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, query_pre_attn_scalar=8, initializer_range=0.25, final_logit_softcapping=2.0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM._from_config(config, attn_implementation=tree_attention.register()).eval().requires_grad_(False)
+    target = Target(model=model, tokenizer=make_tokenizer(100), name="capped")
+    part = capture_row(ROWS[0], target, (1,))
+    logits_MV = output_logits(target, part["last"])
+    assert float(logits_MV.abs().max()) < 2.0 < float((part["last"] @ target.output_VW.T).abs().max())
+    torch.testing.assert_close(logits_MV.logsumexp(-1), part["lse"], atol=1e-5, rtol=1e-5)
+    assert logits_MV.argmax(-1).tolist() == part["best"].tolist()
