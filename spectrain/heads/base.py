@@ -1,7 +1,7 @@
 """What a draft head is, which heads there are, and how one is kept on disk.
 
 A head directory holds `model.safetensors`, `config.json`, `run.yaml` (settings of the run) and `made_with.json` (versions, target,
-hashes). It is written whole or not at all.
+hashes), and `tokens.json.gz` (the target's tokens by id). It is written whole or not at all.
 
 Legend: B rows, N nodes or tokens, F width of the states read, W target width, H head width, Vd draft vocabulary.
 """
@@ -22,9 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spectrain.config import validate
+from spectrain.heads.targets import vocabulary_key
+from spectrain.heads.tokens import first_difference
 
 HEADS = {"eagle3": "spectrain.heads.eagle3:Eagle3"}
 FORMAT = 1
+TOKENS = "tokens.json.gz"
 
 
 class KeyValueCache(Protocol):
@@ -52,11 +55,16 @@ class DraftState:
 
 
 class TrainingBatch(Protocol):
-    """What a head reads of a batch: ids, mask and states of the target, padded at the end."""
+    """What a head reads of a batch: ids, mask and states of the target, padded at the end; where several documents share a line,
+    the document (padding -1) and the position in it of each token."""
 
     ids_BL: Tensor
     mask_BL: Tensor
-    states_BLF: Tensor
+    doc_BL: Tensor | None
+    position_BL: Tensor | None
+
+    @property
+    def states_BLF(self) -> Tensor: ...
 
 
 class DraftHead(Protocol):
@@ -93,8 +101,34 @@ def vocabulary_hash(target_ids: Tensor) -> str:
     return hashlib.sha256(target_ids.cpu().numpy().tobytes()).hexdigest()
 
 
+def check_vocabulary(head: Any) -> None:
+    """ValueError unless both tables of the draft vocabulary are there and say the same: without them a head can only say the ids
+    0 ... Vd - 1 of the target's vocabulary."""
+    ids, marked = head.target_ids.cpu(), head.t2d.cpu().nonzero()[:, 0]
+    if not torch.equal(ids, marked):
+        found = f"d2t leads to {len(ids)} ids, t2d marks {len(marked)}" + ("" if len(marked) else " (the table was never filled)")
+        raise ValueError(f"the head has no table of its draft vocabulary: {found}; start it from draft_vocabulary, or train it anew")
+
+
+def _record(head: Any, made_with: Mapping[str, Any]) -> dict[str, Any]:
+    """How the head was made, with the hash of its draft vocabulary and, where corpus and tokenizer are named, the key of it."""
+    record = {**made_with, "vocabulary_sha256": vocabulary_hash(head.target_ids)}
+    if key := _key(record, len(head.target_ids)):
+        record["vocabulary_key"] = key
+    return record
+
+
+def _key(made_with: Mapping[str, Any], size: int) -> str | None:
+    rows, tokenizer = made_with.get("rows_sha256"), made_with.get("tokenizer_sha256")
+    return vocabulary_key(rows_sha256=rows, tokenizer_sha256=tokenizer, size=size) if rows and tokenizer else None
+
+
 def save_head(head: Any, out: Path, *, run_yaml: str, made_with: Mapping[str, Any]) -> None:
-    """Write a head directory, replacing an earlier one only once the new one is whole."""
+    """Write a head directory, replacing an earlier one only once the new one is whole.
+
+    `head.tokens` (of `pack_tokens`), where it is set, is kept too. ValueError for a head without a table of its draft vocabulary.
+    """
+    check_vocabulary(head)
     part, old = out.with_name(out.name + ".part"), out.with_name(out.name + ".old")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -105,8 +139,9 @@ def save_head(head: Any, out: Path, *, run_yaml: str, made_with: Mapping[str, An
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.copymode(part / "config.json", part / "model.safetensors")  # safetensors writes files that only their owner can read
     (part / "run.yaml").write_text(run_yaml)
-    record = {**made_with, "vocabulary_sha256": vocabulary_hash(head.target_ids)}
-    (part / "made_with.json").write_text(json.dumps(record, indent=2) + "\n")
+    (part / "made_with.json").write_text(json.dumps(_record(head, made_with), indent=2) + "\n")
+    if tokens := getattr(head, "tokens", None):
+        (part / TOKENS).write_bytes(tokens)
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
         os.replace(out, old)
@@ -131,20 +166,38 @@ def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device:
         raise ValueError(f"{folder}/model.safetensors does not hold this head ({error}); train or export it anew") from error
     if vocabulary_hash(head.target_ids) != made_with.get("vocabulary_sha256"):
         raise ValueError(f"{folder}: the draft vocabulary is not the one the head was trained with; train it anew")
+    if made_with.get("vocabulary_key", key := _key(made_with, len(head.target_ids))) != key:
+        found = f"{folder}/made_with.json names another corpus, tokenizer or size than"
+        raise ValueError(f"{found} the draft vocabulary was cut for (vocabulary_key); train the head anew")
+    check_vocabulary(head)
     head.made_with = made_with
+    head.tokens = (folder / TOKENS).read_bytes() if (folder / TOKENS).is_file() else None
     return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
-def check_head(head: Any, fingerprints: Mapping[str, str], target: str) -> None:
-    """ValueError when a head was trained for another target than the one with these hashes."""
+def check_head(head: Any, fingerprints: Mapping[str, str], target: str, tokenizer: Any = None) -> None:
+    """ValueError when a head was trained for another target than the one with these hashes; with the target's tokenizer, it names the
+    first id that the two read otherwise."""
     made_with = getattr(head, "made_with", {})
     for key in ("tokenizer_sha256", "embedding_sha256"):
         if key in made_with and made_with[key] != fingerprints[key]:
             what = key.removesuffix("_sha256")
+            where = _first_token(head, target, tokenizer) if what == "tokenizer" else ""
             raise ValueError(
-                f"this head was trained for {made_with.get('target')} (its {what} differs from that of {target}); "
+                f"this head was trained for {made_with.get('target')} (its {what} differs from that of {target}{where}); "
                 f"load that target, or train a head: spectrain train RECIPE --set target.name={target}"
             )
+
+
+def _first_token(head: Any, target: str, tokenizer: Any) -> str:
+    """Where the two tokenizers differ first, as far as it is known: heads of earlier versions keep no tokens."""
+    packed = getattr(head, "tokens", None)
+    found = first_difference(packed, tokenizer.get_vocab()) if packed and tokenizer is not None else None
+    if found is None:
+        return ""
+    number, its, ours = found
+    of_head, of_target = ("no token" if token is None else repr(token) for token in (its, ours))
+    return f", first at id {number}: {of_head} of the head, {of_target} of {target}"
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -158,21 +158,25 @@ class Eagle3(nn.Module):
         return list(self.rows(batch, row_R, embed_VW, steps))
 
     def rows(self, batch: TrainingBatch, row_R: Tensor, embed_VW: Tensor, steps: int) -> Iterator[tuple[int, Tensor]]:
-        """Logits of the given flat rows at each test-time step; only those rows go through MLP and output layer."""
+        """Logits of the given flat rows at each test-time step; only those rows go through MLP and output layer.
+
+        In a packed batch each document has its own positions and sees itself alone. A row that reads beyond its document's end gives
+        logits of no meaning; it does not count there.
+        """
         ids_BL, states_BLF = batch.ids_BL, batch.states_BLF
         B, L = ids_BL.shape
         feature_BLH = self.fc(states_BLF)
         in_hand_BL = torch.cat([ids_BL[:, 1:], ids_BL[:, -1:]], dim=1)
         x_BLX = self._qkv(embed_VW[in_hand_BL], feature_BLH)
-        position_BL = torch.arange(L, device=ids_BL.device).expand(B, L)
+        position_BL = torch.arange(L, device=ids_BL.device).expand(B, L) if batch.position_BL is None else batch.position_BL
         cos, sin = self._rotary(position_BL)
         base_k_BLGD, base_v_BLGD = rotate(self._heads("k_proj", x_BLX), cos, sin), self._heads("v_proj", x_BLX)
-        where = _Where(row_R, B=B, L=L)
+        where = _Where(row_R, position_BL, batch.doc_BL)
         x_RX, feature_RH = x_BLX.flatten(0, 1)[row_R], feature_BLH.flatten(0, 1)[row_R]
         own_k: list[Tensor] = []
         own_v: list[Tensor] = []
         for k in range(steps):
-            cos, sin = self._rotary((where.column_R + k)[None])
+            cos, sin = self._rotary((where.position_R + k)[None])
             if k:
                 token_R = ids_BL[where.batch_R, (where.column_R + 1 + k).clamp(max=L - 1)]
                 x_RX = self._qkv(embed_VW[token_R], feature_RH)
@@ -186,11 +190,11 @@ class Eagle3(nn.Module):
     def _unrolled_attention(
         self, q_RAD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, own_k: list[Tensor], own_v: list[Tensor], where: "_Where"
     ) -> Tensor:
-        """Softmax over the base keys of rows 0 ... i and the row's own keys of earlier steps, exact in one normalisation."""
+        """Softmax over the base keys of its document's rows up to i and the row's own keys of earlier steps, in one normalisation."""
         G, D = self.config.num_key_value_heads, self.config.head_dim
         q_BQGXD = where.padded(q_RAD * D**-0.5).unflatten(2, (G, -1))
         s_BGXQL = torch.einsum("bqgxd,blgd->bgxql", q_BQGXD, k_BLGD)
-        s_BGXQL = s_BGXQL.masked_fill(~where.causal_BQL[:, None, None], float("-inf"))
+        s_BGXQL = s_BGXQL.masked_fill(~where.visible_BQL[:, None, None], float("-inf"))
         if not own_k:
             o_BQGXD = torch.einsum("bgxql,blgd->bqgxd", s_BGXQL.softmax(-1), v_BLGD)
             return where.flat(o_BQGXD).flatten(1)
@@ -257,13 +261,17 @@ class Eagle3(nn.Module):
 class _Where:
     """Flat rows and their place in the batch: pad to [B, Q, ...] for attention, and back."""
 
-    def __init__(self, row_R: Tensor, *, B: int, L: int) -> None:
+    def __init__(self, row_R: Tensor, position_BL: Tensor, doc_BL: Tensor | None) -> None:
+        B, L = position_BL.shape
         self.batch_R, self.column_R = row_R // L, row_R % L
+        self.position_R = position_BL[self.batch_R, self.column_R]
         lists = [torch.nonzero(self.batch_R == b)[:, 0] for b in range(B)]
         self._index_BQ = pad_sequence(lists, batch_first=True, padding_value=-1)
         self._keep_BQ = self._index_BQ >= 0
         column_BQ = self.column_R[self._index_BQ.clamp(min=0)]
-        self.causal_BQL = torch.arange(L, device=row_R.device) <= column_BQ[..., None]
+        self.visible_BQL = torch.arange(L, device=row_R.device) <= column_BQ[..., None]
+        if doc_BL is not None:
+            self.visible_BQL &= doc_BL[:, None] == doc_BL.gather(1, column_BQ)[..., None]
 
     def padded(self, x_RX: Tensor) -> Tensor:
         return x_RX[self._index_BQ.clamp(min=0)]

@@ -7,6 +7,9 @@ generator can ask, since drafting starts with a token of the answer in hand.
 Legend: B rows, L tokens, D width, V target vocabulary, Vd draft vocabulary.
 """
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,12 +69,29 @@ class DraftVocabulary:
     t2d: Tensor
 
 
-def draft_vocabulary(counts_V: Tensor, size: int) -> DraftVocabulary:
-    """The `size` most frequent ids (ties and unseen ids: lowest first), in rising order. ValueError unless 1 <= size <= V."""
+def draft_vocabulary(counts_V: Tensor, size: int | None, *, num_ids: int | None = None) -> DraftVocabulary:
+    """The `size` most frequent ids (ties and unseen ids: lowest first), in rising order; None: all of them.
+
+    num_ids: ids that the tokenizer has; rows of the target beyond them are padding and never drafted. ValueError unless
+    1 <= size <= num_ids.
+    """
     V = len(counts_V)
-    if not 1 <= size <= V:
-        raise ValueError(f"draft vocabulary of {size} asked for; needed 1 to {V} (the target's vocabulary)")
-    target_ids = torch.argsort(counts_V, descending=True, stable=True)[:size].sort().values
+    there = V if num_ids is None else min(num_ids, V)
+    size = there if size is None else size
+    if not 1 <= size <= there:
+        padded = f" of {V} rows, the rest is padding" if there < V else ""
+        raise ValueError(f"draft vocabulary of {size} asked for; needed 1 to {there} (the target's vocabulary{padded})")
+    target_ids = torch.argsort(counts_V[:there], descending=True, stable=True)[:size].sort().values
     t2d = torch.zeros(V, dtype=torch.bool)
     t2d[target_ids] = True
     return DraftVocabulary(target_ids=target_ids, d2t=target_ids - torch.arange(size), t2d=t2d)
+
+
+def coverage(counts: Mapping[str, Tensor], vocabulary: DraftVocabulary) -> dict[str, tuple[int, int]]:
+    """By domain: supervised tokens inside the draft vocabulary, and all supervised tokens. counts: [V] each."""
+    return {domain: (int(counts_V[vocabulary.t2d].sum()), int(counts_V.sum())) for domain, counts_V in counts.items()}
+
+
+def vocabulary_key(*, rows_sha256: str, tokenizer_sha256: str, size: int) -> str:
+    """What a draft vocabulary was cut from: corpus, tokenizer and size. Maps with other keys are not to be exchanged."""
+    return hashlib.sha256(json.dumps([rows_sha256, tokenizer_sha256, size]).encode()).hexdigest()

@@ -30,7 +30,7 @@ def save_checkpoint(
 def load_checkpoint(out: Path, identity: str, head: Any, optimizer: Any, schedule: Any) -> dict[str, Any] | None:
     """Restore everything from `out` and return the place in the run; None when there is no checkpoint.
 
-    Raises ValueError when the checkpoint is of a run with other settings or data.
+    Raises ValueError when the checkpoint is of a run with other settings or data, or of a head of other sizes.
     """
     path = out / FILE
     if not path.exists():
@@ -38,10 +38,13 @@ def load_checkpoint(out: Path, identity: str, head: Any, optimizer: Any, schedul
     saved = torch.load(path, map_location="cpu", weights_only=True)
     if saved["identity"] != identity:
         raise ValueError(f"{path} belongs to a run with other settings or data; use another output folder, or --fresh to start anew")
-    head.load_state_dict(saved["head"])
+    try:
+        head.load_state_dict(saved["head"])
+    except RuntimeError as error:
+        raise ValueError(f"{path} holds another head ({error}); use another output folder, or --fresh to start anew") from error
     optimizer.load_state_dict(saved["optimizer"])
     schedule.load_state_dict(saved["schedule"])
-    return {key: saved[key] for key in ("step", "seconds", "best", "history")}
+    return {key: saved[key] for key in ("step", "seconds", "best", "history", "order", "pace", "skipped", "measured")}
 
 
 class GracefulStop:

@@ -1,22 +1,25 @@
 """A new head for a target: sizes from the target's config, draft vocabulary from the rows, weights from the target's own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from torch import Tensor
 
 from spectrain.config import HeadConfig, TrainingConfig
-from spectrain.data.masking import Row
+from spectrain.data.rows import Ids, Row
 from spectrain.heads.base import head_class
 from spectrain.heads.eagle3 import default_layer_ids
-from spectrain.heads.targets import DraftVocabulary, draft_vocabulary
+from spectrain.heads.targets import DraftVocabulary, coverage, draft_vocabulary
+from spectrain.heads.tokens import pack_tokens
 from spectrain.target.model import Target
 
+TOKENS_AT_ONCE = 2**20  # counted together, since a count costs a pass over the vocabulary
 LONGEST_WAIT = timedelta(days=2)  # of the other processes, while the first one answers and captures
 
 
@@ -33,25 +36,57 @@ def check_config(config: HeadConfig, target: Target) -> None:
     """ValueError for a head that this target cannot have, before any long work."""
     head_class(config.kind)
     layer_ids(config, target)
-    if config.draft_vocab_size > target.vocab_size:
-        found = f"head.draft_vocab_size {config.draft_vocab_size} is above the {target.vocab_size} tokens of {target.name}"
-        raise ValueError(f"{found}; lower it: --set head.draft_vocab_size={target.vocab_size}")
+    there = min(target.num_ids, target.vocab_size)
+    if config.draft_vocab_size is not None and config.draft_vocab_size > there:
+        found = f"head.draft_vocab_size {config.draft_vocab_size} is above the {there} tokens of {target.name}"
+        raise ValueError(f"{found}; lower it: --set head.draft_vocab_size={there} (null: all of them)")
 
 
-def supervised_counts(rows: Sequence[Row], vocab_size: int) -> Tensor:
-    """How often each id is supervised, int64 [V]."""
-    ids = [i for row in rows for i, m in zip(row.ids_L, row.mask_L, strict=True) if m]
-    return torch.bincount(torch.tensor(ids, dtype=torch.long), minlength=vocab_size)
+def supervised_by_domain(rows: Iterable[Row], vocab_size: int) -> dict[str, Tensor]:
+    """By domain, in order of name: how often each id is supervised, int64 [V]. One pass over the rows serves any draft vocabulary."""
+    waiting: dict[str, list[Ids]] = {}
+    held: dict[str, int] = {}
+    counts: dict[str, Tensor] = {}
 
+    def add(domain: str) -> None:
+        ids = np.concatenate(waiting[domain])
+        counts[domain] = counts.get(domain, 0) + torch.from_numpy(np.bincount(ids, minlength=vocab_size))
+        waiting[domain], held[domain] = [], 0
 
-def coverage_by_domain(rows: Sequence[Row], vocabulary: DraftVocabulary) -> dict[str, tuple[int, int]]:
-    """By domain: supervised tokens inside the draft vocabulary, and all supervised tokens."""
-    found: dict[str, tuple[int, int]] = {}
     for row in rows:
-        ids = torch.tensor([i for i, m in zip(row.ids_L, row.mask_L, strict=True) if m], dtype=torch.long)
-        inside, total = found.get(row.domain, (0, 0))
-        found[row.domain] = (inside + int(vocabulary.t2d[ids].sum()), total + len(ids))
-    return found
+        waiting.setdefault(row.domain, []).append(row.supervised_ids)
+        held[row.domain] = held.get(row.domain, 0) + row.supervised
+        if held[row.domain] > TOKENS_AT_ONCE:
+            add(row.domain)
+    for domain in waiting:
+        add(domain)
+    return dict(sorted(counts.items()))
+
+
+def supervised_counts(rows: Iterable[Row], vocab_size: int) -> Tensor:
+    """How often each id is supervised, int64 [V]."""
+    return sum(supervised_by_domain(rows, vocab_size).values(), start=torch.zeros(vocab_size, dtype=torch.long))
+
+
+def coverage_by_domain(rows: Iterable[Row], vocabulary: DraftVocabulary) -> dict[str, tuple[int, int]]:
+    """By domain: supervised tokens inside the draft vocabulary, and all supervised tokens."""
+    return coverage(supervised_by_domain(rows, len(vocabulary.t2d)), vocabulary)
+
+
+def coverage_lines(vocabulary: DraftVocabulary, rows: Mapping[str, Iterable[Row]]) -> list[str]:
+    """A line for each named set of rows (`training rows`, `validation rows`: answers of the target that the map was not cut from):
+    share of the supervised tokens inside the draft vocabulary, of all and by domain, with both numbers."""
+    lines = []
+    for name, some in rows.items():
+        found = coverage_by_domain(some, vocabulary)
+        total = (sum(inside for inside, _ in found.values()), sum(of for _, of in found.values()))
+        parts = [f"{d} {_share(*pair)}" for d, pair in found.items()]
+        lines.append(f"draft vocabulary of {len(vocabulary.target_ids)}: coverage of {name} {_share(*total)}: {', '.join(parts)}")
+    return lines
+
+
+def _share(inside: int, of: int) -> str:
+    return f"{inside / max(of, 1):.2%} ({inside}/{of})"
 
 
 def layer_ids(config: HeadConfig, target: Target) -> tuple[int, ...]:
@@ -62,13 +97,20 @@ def layer_ids(config: HeadConfig, target: Target) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def new_head(config: HeadConfig, target: Target, rows: Sequence[Row], *, seed: int) -> Any:
+def cut_vocabulary(config: HeadConfig, target: Target, counts_V: Tensor) -> DraftVocabulary:
+    """The head's draft vocabulary from counts of supervised tokens; another size needs no new count and no new states."""
+    return draft_vocabulary(counts_V, config.draft_vocab_size, num_ids=target.num_ids)
+
+
+def new_head(config: HeadConfig, target: Target, rows: Iterable[Row], *, seed: int, counts_V: Tensor | None = None) -> Any:
     """A head that starts from the target's weights, with a draft vocabulary counted over the rows' supervised tokens.
 
-    Raises ValueError when the draft vocabulary is larger than the target's, or the target lacks what the head copies.
+    counts_V: their `supervised_counts`, when they are known already. Raises ValueError when the draft vocabulary is
+    larger than the target's, or the target lacks what the head copies.
     """
     c = target.config
-    vocabulary = draft_vocabulary(supervised_counts(rows, target.vocab_size), config.draft_vocab_size)
+    counts_V = supervised_counts(rows, target.vocab_size) if counts_V is None else counts_V
+    vocabulary = cut_vocabulary(config, target, counts_V)
     cls = head_class(config.kind)
     head = cls(
         cls.Config(
@@ -76,7 +118,7 @@ def new_head(config: HeadConfig, target: Target, rows: Sequence[Row], *, seed: i
             num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads,
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads, hidden_act=c.hidden_act,
             rms_norm_eps=c.rms_norm_eps, rope_parameters=dict(c.rope_parameters), max_position_embeddings=c.max_position_embeddings,
-            vocab_size=target.vocab_size, draft_vocab_size=config.draft_vocab_size, layer_ids=layer_ids(config, target),
+            vocab_size=target.vocab_size, draft_vocab_size=len(vocabulary.target_ids), layer_ids=layer_ids(config, target),
             target_layers=target.num_layers,
         )
     )  # fmt: skip
@@ -85,6 +127,7 @@ def new_head(config: HeadConfig, target: Target, rows: Sequence[Row], *, seed: i
         norm=final_norm(target), output_VW=target.output_VW, target_ids=vocabulary.target_ids,
         train_output=config.output == "trained", seed=seed,
     )  # fmt: skip
+    head.tokens = pack_tokens(target.tokenizer.get_vocab())
     return head
 
 

@@ -29,7 +29,11 @@ def batch_of(head: Eagle3, lengths: list[int], seed: int = 0) -> SimpleNamespace
     states_BLF = torch.randn(B, L, head.fc.in_features, generator=g)
     for b, n in enumerate(lengths):
         states_BLF[b, n:] = 1e3
-    return SimpleNamespace(ids_BL=ids_BL, mask_BL=torch.ones(B, L, dtype=torch.long), states_BLF=states_BLF)
+    return one_document_a_line(ids_BL, states_BLF)
+
+
+def one_document_a_line(ids_BL: torch.Tensor, states_BLF: torch.Tensor) -> SimpleNamespace:
+    return SimpleNamespace(ids_BL=ids_BL, mask_BL=torch.ones_like(ids_BL), states_BLF=states_BLF, doc_BL=None, position_BL=None)
 
 
 def new_cache(head: Eagle3, rows: int = 1, dtype: torch.dtype = torch.float32) -> SlabCache:
@@ -80,12 +84,31 @@ def test_only_some_rows_asked_for_change_the_others(target: Target, head: Eagle3
 
 def test_padding_or_a_neighbour_changes_a_row(target: Target, head: Eagle3) -> None:
     batch = batch_of(head, [6, 12])
-    alone = SimpleNamespace(ids_BL=batch.ids_BL[:1, :6], mask_BL=batch.mask_BL[:1, :6], states_BLF=batch.states_BLF[:1, :6])
+    alone = one_document_a_line(batch.ids_BL[:1, :6], batch.states_BLF[:1, :6])
     row_R = torch.arange(3)
     for (_, with_RV), (_, without_RV) in zip(
         head.rows(batch, row_R, target.embedding_VW, 3), head.rows(alone, row_R, target.embedding_VW, 3), strict=True
     ):
         torch.testing.assert_close(with_RV, without_RV, atol=1e-5, rtol=1e-5)
+
+
+def test_document_sees_its_neighbour(target: Target, head: Eagle3) -> None:
+    """Three documents in one line, and padding: every row gives what it gives with its document alone in a line."""
+    alone = [batch_of(head, [n], seed=n) for n in (8, 5, 9)]
+    joined = SimpleNamespace(
+        ids_BL=torch.cat([*(b.ids_BL for b in alone), torch.full((1, 3), 7)], dim=1), mask_BL=None,
+        states_BLF=torch.cat([*(b.states_BLF for b in alone), torch.full((1, 3, head.fc.in_features), 1e3)], dim=1),
+        doc_BL=torch.tensor([[0] * 8 + [1] * 5 + [2] * 9 + [-1] * 3]),
+        position_BL=torch.tensor([[*range(8), *range(5), *range(9), 0, 0, 0]]),
+    )  # fmt: skip
+    first = 0
+    for batch in alone:
+        n = batch.ids_BL.shape[1]
+        for k, (_, alone_RV) in enumerate(head.rows(batch, torch.arange(n - 1), target.embedding_VW, 3)):
+            at_R = torch.arange(n - 1 - k)  # rows that read within the document at this step
+            joined_RV = list(head.rows(joined, torch.arange(first, first + n - 1), target.embedding_VW, 3))[k][1]
+            torch.testing.assert_close(joined_RV[at_R], alone_RV[at_R], atol=1e-5, rtol=1e-5)
+        first += n
 
 
 def test_a_row_reads_its_own_answer(target: Target, head: Eagle3) -> None:

@@ -23,7 +23,7 @@ def launch(folder: Path, *args: str) -> list[dict[str, Any]]:
 
 def alone(folder: Path, accumulation: int) -> dict[str, Any]:
     """The record of the same training in this process."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     runpy.run_path(str(SCRIPT))["main"](folder, accumulation, 0)
     return json.loads((folder / "record-0.json").read_text())
 
@@ -49,4 +49,7 @@ def test_two_processes_train_otherwise_than_one(tmp_path: Path) -> None:
 def test_signal_to_one_process_leaves_the_other_waiting(tmp_path: Path) -> None:
     stopped = launch(tmp_path / "two", "1", "2")  # two batches a step: sample 2 of a process is its step 2
     assert [record["stopped"] for record in stopped] == ["stopped after step 2 of 12"] * 2
-    assert torch.load(tmp_path / "two" / "checkpoint.pt", weights_only=True)["step"] == 2
+    saved = torch.load(tmp_path / "two" / "checkpoint.pt", weights_only=True)
+    assert saved["step"] == 2 and saved["order"] == {"epoch": 0, "batches": 4} and saved["pace"]["window"] == 2
+    # One process goes on, a batch a step: the last of the first epoch, and the other three epochs of five.
+    assert alone(tmp_path / "two", 1)["steps"] == 2 + 1 + 15

@@ -4,10 +4,21 @@ import pytest
 import torch
 
 from spectrain.config import HeadConfig
-from spectrain.data.masking import Row
+from spectrain.data.rows import Row
 from spectrain.heads.targets import draft_vocabulary
 from spectrain.target.model import Target
-from spectrain.training.setup import coverage_by_domain, final_norm, layer_ids, made_with, new_head, supervised_counts
+from spectrain.training import setup
+from spectrain.training.setup import (
+    check_config,
+    coverage_by_domain,
+    coverage_lines,
+    final_norm,
+    layer_ids,
+    made_with,
+    new_head,
+    supervised_by_domain,
+    supervised_counts,
+)
 
 ROWS = [
     Row("a", "code", (50, 60, 7, 7, 9), (0, 0, 1, 1, 1)),
@@ -25,6 +36,25 @@ def test_prompt_tokens_are_counted() -> None:
 def test_coverage_is_not_that_of_the_supervised_tokens() -> None:
     vocabulary = draft_vocabulary(supervised_counts(ROWS, 100), 2)
     assert coverage_by_domain(ROWS, vocabulary) == {"code": (3, 3), "chat": (1, 2)}
+
+
+def test_counts_depend_on_how_many_are_taken_at_once(monkeypatch) -> None:
+    rows = [Row(str(i), "abc"[i % 3], [i, i + 1, i], [0, 1, 1]) for i in range(40)]
+    whole = supervised_by_domain(rows, 50)
+    monkeypatch.setattr(setup, "TOKENS_AT_ONCE", 5)
+    pieces = supervised_by_domain(iter(rows), 50)
+    assert list(whole) == list(pieces) == ["a", "b", "c"] and all(torch.equal(whole[d], pieces[d]) for d in whole)
+    assert sum(int(c.sum()) for c in whole.values()) == 80 == supervised_counts(rows, 50).sum()
+
+
+def test_served_answers_are_not_told_from_training_rows() -> None:
+    """EV1: coverage of the rows that the map was cut from, and of answers that it was not, each under its name with its counts."""
+    vocabulary = draft_vocabulary(supervised_counts(ROWS, 100), 2)
+    served = [Row("c", "code", (7, 8, 8, 9), (0, 1, 1, 1)), Row("d", "maths", (3, 3), (0, 0))]
+    training, validation = coverage_lines(vocabulary, {"training rows": ROWS, "validation rows": served})
+    expected = "draft vocabulary of 2: coverage of training rows 80.00% (4/5): chat 50.00% (1/2), code 100.00% (3/3)"
+    assert training == expected
+    assert validation == "draft vocabulary of 2: coverage of validation rows 33.33% (1/3): code 33.33% (1/3), maths 0.00% (0/0)"
 
 
 def test_head_has_other_sizes_than_the_target(make_target) -> None:
@@ -70,6 +100,22 @@ def test_shallow_target_gets_colliding_layers(target: Target, make_target) -> No
 def test_vocabulary_above_the_targets_is_taken(target: Target) -> None:
     with pytest.raises(ValueError, match="draft vocabulary of 101 asked for; needed 1 to 100"):
         new_head(HeadConfig(layer_ids=(1, 2), draft_vocab_size=101), target, ROWS, seed=0)
+
+
+def test_too_large_vocabulary_is_told_late(target: Target) -> None:
+    with pytest.raises(
+        ValueError, match="head.draft_vocab_size 101 is above the 100 tokens of tiny; lower it: --set head.draft_vocab_size=100"
+    ):
+        check_config(HeadConfig(layer_ids=(1, 2), draft_vocab_size=101), target)
+
+
+def test_counts_given_are_counted_again(target: Target) -> None:
+    counts = supervised_counts(ROWS, 100)
+    heads = [
+        new_head(HeadConfig(layer_ids=(1, 2), draft_vocab_size=3), target, rows, seed=0, counts_V=c)
+        for rows, c in ((ROWS, None), ((), counts))
+    ]
+    assert heads[0].target_ids.tolist() == heads[1].target_ids.tolist() == [3, 7, 9]
 
 
 def test_another_norm_is_copied(target: Target) -> None:

@@ -5,9 +5,11 @@ Usage: two_processes.py FOLDER ACCUMULATION [STOP_AFTER]     (STOP_AFTER: the la
 
 import json
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,37 +18,30 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectrain.config import HeadConfig, TrainingConfig
 from spectrain.data.batches import Sample
-from spectrain.data.masking import Row
 from spectrain.kernels import tree_attention
-from spectrain.target.features import capture_row
 from spectrain.target.model import Target
 from spectrain.training.loop import train
 from spectrain.training.setup import new_head
 
+BY_HAND = runpy.run_path(str(Path(__file__).with_name("by_hand.py")))
 
-class Samples:
-    """Five rows of unequal length with their states in memory."""
 
-    def __init__(self, target: Target, stop_after: int) -> None:
-        g = torch.Generator().manual_seed(1)
-        ids = [tuple(torch.randint(0, 100, (L,), generator=g).tolist()) for L in (10, 14, 7, 20, 9)]
-        self.rows = [Row(str(i), "d", x, (0,) * 3 + (1,) * (len(x) - 3)) for i, x in enumerate(ids)]
-        self.parts = [capture_row(row, target, (1, 2)) for row in self.rows]
-        self.loaded, self.stop_after = 0, stop_after
+class Samples(BY_HAND["Samples"]):
+    """Five rows of unequal length with their states in memory; asks to stop with sample number `stop_after`."""
+
+    loaded = stop_after = 0
 
     def __getitem__(self, i: int) -> Sample:
         self.loaded += 1
         if self.loaded == self.stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
-        row, part = self.rows[i], self.parts[i]
-        spread = {
-            n: torch.zeros(len(row.ids_L), *part[n].shape[1:], dtype=part[n].dtype).index_copy(0, torch.arange(3, len(row.ids_L)), part[n])
-            for n in ("last", "best", "lse")
-        }
-        return Sample(
-            ids_L=torch.tensor(row.ids_L), mask_L=torch.tensor(row.mask_L), states_LF=part["states"].float(),
-            last_LW=spread["last"].float(), best_L=spread["best"], lse_L=spread["lse"],
-        )  # fmt: skip
+        return self.samples[i]
+
+
+def five_rows() -> list[Any]:
+    g = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 100, (L,), generator=g).tolist() for L in (10, 14, 7, 20, 9)]
+    return [BY_HAND["row_of"](x[:3], x[3:], name=str(i)) for i, x in enumerate(ids)]
 
 
 def main(folder: Path, accumulation: int, stop_after: int) -> None:
@@ -57,10 +52,12 @@ def main(folder: Path, accumulation: int, stop_after: int) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = LlamaForCausalLM._from_config(config, attn_implementation=tree_attention.register()).eval().requires_grad_(False)
-    target = Target(model=model, tokenizer=None, name="tiny")
+    words = SimpleNamespace(get_vocab=lambda: {f"w{i}": i for i in range(100)})
+    target = Target(model=model, tokenizer=words, name="tiny")
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
-    samples = Samples(target, stop_after if rank == accelerator.num_processes - 1 else 0)
+    samples = Samples.of(target, five_rows())
+    samples.stop_after = stop_after if rank == accelerator.num_processes - 1 else 0
     head = new_head(HeadConfig(layer_ids=(1, 2), draft_vocab_size=100, init_layer="random"), target, samples.rows, seed=0)
     settings = TrainingConfig(epochs=4, tokens_per_step=1, accumulation=accumulation, lr=5e-3)
     saved: list[str] = []
