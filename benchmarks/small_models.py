@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTra
 
 from spectrain.config import TrainingConfig
 from spectrain.data.batches import Sample
-from spectrain.data.masking import Row
+from spectrain.data.rows import Row
 from spectrain.heads.eagle3 import Eagle3
 from spectrain.heads.targets import draft_vocabulary
 from spectrain.kernels import tree_attention

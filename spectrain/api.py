@@ -25,6 +25,7 @@ NAMES: dict[str, str] = {
     "Coins": "spectrain.decoding.sampling:Coins",
     "accept": "spectrain.decoding.accept:accept",
     "encode_chat": "spectrain.data.masking:encode_chat",
+    "encode_turns": "spectrain.data.masking:encode_turns",
     "draft_vocabulary": "spectrain.heads.targets:draft_vocabulary",
     "align": "spectrain.heads.targets:align",
     "expected_tokens": "spectrain.yields:expected_tokens",

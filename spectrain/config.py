@@ -3,13 +3,18 @@
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def on_off(value: Any) -> Any:
+    """YAML 1.1 reads `on` and `off` as truth values; as the name of a mode they are words."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class Stage(BaseModel):
@@ -43,25 +48,107 @@ class AnswersConfig(Stage):
     seed: int = 0
 
 
-class DataConfig(Stage):
-    """answers: rows to train on are made from these. validation: conversations by domain kept out of training."""
+class PrepareConfig(Stage):
+    """Conversations -> rows.
 
-    answers: AnswersConfig
-    max_length: Positive = 640
+    format: dialect of every input; auto: found out per file. columns: our name -> the input's, where they differ (`domain: category`).
+    domain: of rows that name none ("": their file's name). rows: one a conversation, one an assistant turn, or auto: a turn a row
+    only where the template rewrites earlier turns. thinking: keep answers with reasoning (on), without (off), or all (mixed).
+    template_kwargs: passed to the chat template. min_supervised: fewer supervised tokens in a line reject the row. disjoint_from:
+    evaluation prompts (files or folders); conversations that ask one of them, or share `near` of their runs of eight words with one,
+    are rejected. max_rows: conversations drawn, every domain in its share. validation: share of them kept out; validation_per_domain:
+    a number by domain instead, beside those drawn, with prompts of at most validation_prompt_tokens. workers: processes that tokenise.
+    """
+
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "pair", "prompt", "text", "tokens"] = "auto"
+    columns: dict[str, str] = {}
+    domain: str = ""
+    max_length: Positive = 4096
+    rows: Literal["auto", "conversation", "turn"] = "auto"
+    thinking: Annotated[Literal["mixed", "on", "off"], BeforeValidator(on_off)] = "mixed"
+    template_kwargs: dict[str, Any] = {}
+    min_supervised: Positive = 2
+    deduplicate: bool = True
+    disjoint_from: tuple[str, ...] = ()
+    near: Annotated[float, Field(gt=0, le=1)] = 0.35
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    validation_per_domain: Annotated[int, Field(ge=0)] = 0
+    validation_prompt_tokens: Positive | None = None
     max_rows: Positive | None = None
-    validation_per_domain: Positive = 2
+    workers: Positive = 1
+    seed: int = 0
+
+
+class RegenerateConfig(Stage):
+    """Answers by the target.
+
+    format, columns, domain: of the input, as for `PrepareConfig`. temperatures: temperature -> share of the prompts. thinking: what the
+    chat template is told (default: nothing), through its switch thinking_key ("": the one that it reads). template_kwargs: more for the
+    template. extra_body: more fields for every request to an endpoint. max_rows: conversations taken (None: all). batch_size: in process;
+    concurrency, retries, timeout (seconds): of an endpoint.
+    """
+
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "pair", "prompt"] = "auto"
+    columns: dict[str, str] = {}
+    domain: str = ""
+    temperatures: Annotated[dict[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]], Field(min_length=1)] = {0.0: 1.0}
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: Positive = 1024
+    max_prompt_tokens: Positive | None = None
+    thinking: Annotated[Literal["default", "on", "off", "mixed"], BeforeValidator(on_off)] = "default"
+    thinking_key: str = ""
+    template_kwargs: dict[str, Any] = {}
+    extra_body: dict[str, Any] = {}
+    max_rows: Positive | None = None
+    batch_size: Positive = 64
+    concurrency: Positive = 64
+    retries: Annotated[int, Field(ge=0)] = 6
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    seed: int = 0
+
+
+class CaptureConfig(Stage):
+    """Hidden states on disk. states: precision of the fused states (int8: a scale a token and state). last: of the last state.
+    rows_per_shard: rows a file. batch_tokens: tokens a pass, padding included. on_damage: what to do with a shard that cannot be read."""
+
+    states: Literal["int8", "bf16"] = "int8"
+    last: Literal["bf16", "int8"] = "bf16"
+    rows_per_shard: Positive = 64
+    batch_tokens: Positive = 2048
+    on_damage: Literal["stop", "recapture", "skip"] = "stop"
+
+
+class DataConfig(Stage):
+    """What is trained on. rows: a folder of `spectrain prepare`; where it is named, `answers` and `prepare` are not looked at.
+
+    states: folder or URL of the hidden states (None: <run>/states); online: compute them while training and keep none.
+    """
+
+    answers: AnswersConfig | None = None
+    rows: str | None = None
+    prepare: PrepareConfig = PrepareConfig()
+    capture: CaptureConfig = CaptureConfig()
+    states: str | None = None
+    online: bool = False
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> "DataConfig":
+        if self.answers is None and self.rows is None:
+            raise ValueError("needed: `rows` (a folder of `spectrain prepare`) or `answers` (prompts that the target answers)")
+        return self
 
 
 class HeadConfig(Stage):
     """kind: a name in `spectrain.heads.base.HEADS`. layer_ids: hidden states hs[i] to read; None is (2, n // 2, n - 3).
 
+    draft_vocab_size: the most frequent supervised tokens that the head can draft; None: all that the tokenizer has.
     init_layer: start the decoder layer from the target's last layer, or at random. output: train a copy of the target's rows,
     or keep the copy frozen.
     """
 
     kind: str = "eagle3"
     layer_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    draft_vocab_size: Positive = 6144
+    draft_vocab_size: Positive | None = 6144
     init_layer: Literal["last", "random"] = "last"
     output: Literal["trained", "frozen"] = "trained"
 
@@ -69,6 +156,8 @@ class HeadConfig(Stage):
 class TrainingConfig(Stage):
     """ttt_steps: test-time training steps. decay: weight of step k is decay**k. tokens_per_step: supervised tokens a step and rank.
 
+    packing: tokens of a line that several rows share; None: a row a line, padded. domain_weights: how often each domain's rows are drawn
+    (None: as many as there are); rows_per_epoch: rows drawn for an epoch (None: as many as there are).
     lr is reached after `warmup` (share of all steps) and falls to `final_lr` times itself by a cosine. evals_per_epoch: how
     often acceptance is measured. max_minutes: stop early after this time (a schedule cut short, not stretched).
     """
@@ -78,6 +167,9 @@ class TrainingConfig(Stage):
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     tokens_per_step: Positive = 256
     accumulation: Positive = 1
+    packing: Positive | None = None
+    domain_weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    rows_per_epoch: Positive | None = None
     lr: Annotated[float, Field(gt=0)] = 2e-3
     warmup: Fraction = 0.04
     final_lr: Fraction = 0.05
@@ -221,9 +313,10 @@ def validate(kind: type[S], values: Mapping[str, Any], *, where: str) -> S:
 def _fields_at(kind: type[Stage], path: tuple[int | str, ...]) -> list[str]:
     for part in path:
         below = kind.model_fields[str(part)].annotation
-        if not (isinstance(below, type) and issubclass(below, Stage)):
+        found = [t for t in (below, *get_args(below)) if isinstance(t, type) and issubclass(t, Stage)]
+        if not found:
             return []
-        kind = below
+        kind = found[0]
     return sorted(kind.model_fields)
 
 

@@ -4,7 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.config import Recipe, Suite, TrainingConfig, dump_yaml, load_config, parse_yaml, validate
+from spectrain.config import (
+    PrepareConfig,
+    Recipe,
+    RegenerateConfig,
+    Suite,
+    TrainingConfig,
+    dump_yaml,
+    load_config,
+    override,
+    parse_yaml,
+    validate,
+)
 
 RECIPE = """
 name: x
@@ -42,15 +53,15 @@ def test_yaml_value_is_read_as_something_else(text: str, value) -> None:
 
 def test_override_goes_elsewhere(recipe: Path) -> None:
     got = load_config(
-        Recipe, recipe, ["training.epochs=7", "head.layer_ids=[1, 2, 3]", "data.answers.mix.math=4", "note=a=b", "data.max_rows=5"]
+        Recipe, recipe, ["training.epochs=7", "head.layer_ids=[1, 2, 3]", "data.answers.mix.math=4", "note=a=b", "data.prepare.max_rows=5"]
     )
     assert got.training.epochs == 7 and got.training.lr == 0.0001 and got.head.layer_ids == (1, 2, 3)
-    assert got.data.answers.mix == {"chat": 3, "math": 4} and got.note == "a=b" and got.data.max_rows == 5
-    assert load_config(Recipe, recipe, ["data.max_rows=5", "data.max_rows=null"]).data.max_rows is None
+    assert got.data.answers.mix == {"chat": 3, "math": 4} and got.note == "a=b" and got.data.prepare.max_rows == 5
+    assert load_config(Recipe, recipe, ["data.prepare.max_rows=5", "data.prepare.max_rows=null"]).data.prepare.max_rows is None
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("setting", "message"),
     [
         ("training.epochs", "needs key=value"),
         ("=3", "needs key=value"),
@@ -65,6 +76,15 @@ def test_override_goes_elsewhere(recipe: Path) -> None:
         ("evaluation.shapes.tree_top_k=0", "evaluation.shapes.tree_top_k"),
         ("data.answers.mix.chat=0", "data.answers.mix.chat"),
         ("data.answers.sampled=2", "data.answers.sampled"),
+        ("data.prepare.validation=1", "data.prepare.validation"),
+        ("data.prepare.near=0", "data.prepare.near"),
+        ("data.prepare.format=xml", "data.prepare.format.*'xml'"),
+        ("data.prepare.rows=both", "data.prepare.rows"),
+        ("data.capture.states=int4", "data.capture.states"),
+        ("data.capture.on_damage=ignore", "data.capture.on_damage"),
+        ("data.online=maybe", "data.online"),
+        ("training.domain_weights.chat=-1", "training.domain_weights.chat"),
+        ("training.packing=0", "training.packing"),
         ("target.dtype=float8", "target.dtype"),
         ("training.epochs=1.5", "training.epochs"),
         ("training.mixed_precision=yes", "training.mixed_precision"),
@@ -72,22 +92,52 @@ def test_override_goes_elsewhere(recipe: Path) -> None:
         ("head.layer_ids=[-1]", "head.layer_ids"),
     ],
 )
-def test_value_out_of_range_is_taken(recipe: Path, override: str, message: str) -> None:
+def test_value_out_of_range_is_taken(recipe: Path, setting: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_config(Recipe, recipe, [override])
+        load_config(Recipe, recipe, [setting])
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("setting", "message"),
     [
         ("training.learning_rate=1", "training.learning_rate: unknown key; known here: .*lr.*"),
         ("data.answers.promts=1", "data.answers.promts: unknown key; known here: .*prompts"),
+        ("data.max_rows=5", "data.max_rows: unknown key; known here: answers, capture, online, prepare, rows, states"),
+        ("data.prepare.max_row=5", "data.prepare.max_row: unknown key; known here: .*max_rows"),
         ("trainin.lr=1", "trainin: unknown key; known here: data, evaluation, head, name, note, target, training"),
     ],
 )
-def test_unknown_key_is_ignored(recipe: Path, override: str, message: str) -> None:
+def test_unknown_key_is_ignored(recipe: Path, setting: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_config(Recipe, recipe, [override])
+        load_config(Recipe, recipe, [setting])
+
+
+def test_run_without_data_is_found_later(recipe: Path) -> None:
+    """Rows or answers: one of them must be named; with rows, answers may be left out."""
+    with pytest.raises(ValueError, match=r"data: .*`rows` \(a folder of `spectrain prepare`\) or `answers`"):
+        load_config(Recipe, recipe, ["data.answers=null"])
+    config = load_config(Recipe, recipe, ["data.answers=null", "data.rows=rows"])
+    assert config.data.answers is None and config.data.rows == "rows"
+
+
+@pytest.mark.parametrize("kind", [PrepareConfig, RegenerateConfig])
+def test_switch_is_read_as_a_truth_value(kind: type[PrepareConfig | RegenerateConfig]) -> None:
+    """YAML 1.1 reads on and off as true and false; here they name a mode."""
+    for word in ("on", "off", "mixed"):
+        values: dict[str, object] = {}
+        override(values, [f"thinking={word}"])
+        assert validate(kind, values, where="--set").thinking == word
+    with pytest.raises(ValueError, match="thinking"):
+        validate(kind, {"thinking": "sometimes"}, where="--set")
+
+
+def test_temperatures_are_text_or_none(recipe: Path) -> None:
+    values: dict[str, object] = {}
+    override(values, ["temperatures={0: 3, 0.7: 1}"])
+    assert validate(RegenerateConfig, values, where="--set").temperatures == {0.0: 3.0, 0.7: 1.0}
+    for wrong in ({}, {-1.0: 1.0}, {0.7: 0.0}):
+        with pytest.raises(ValueError, match="temperatures"):
+            validate(RegenerateConfig, {"temperatures": wrong}, where="--set")
 
 
 def test_only_the_first_fault_is_told(recipe: Path) -> None:

@@ -9,10 +9,10 @@ import spectrain as st
 
 NAMES = {
     "load_target", "load_head", "generate", "NGram", "Suffix", "SmallModel", "Hybrid", "Scripted", "Chain", "Tree", "Adaptive", "DraftTree",
-    "Coins", "accept", "acceptance", "optimal_acceptance", "greedy_audit", "measure_costs", "Costs", "encode_chat", "draft_vocabulary",
-    "align", "expected_tokens", "expected_tau", "speedup",
+    "Coins", "accept", "acceptance", "optimal_acceptance", "greedy_audit", "measure_costs", "Costs", "encode_chat", "encode_turns",
+    "draft_vocabulary", "align", "expected_tokens", "expected_tau", "speedup",
 }  # fmt: skip
-COMMANDS = {"quickstart", "train", "generate", "evaluate", "report", "export"}
+COMMANDS = {"quickstart", "prepare", "regenerate", "capture", "train", "generate", "evaluate", "report", "export"}
 
 
 def python(code: str) -> str:
@@ -36,14 +36,18 @@ def test_importing_spectrain_imports_neither_torch_nor_transformers() -> None:
 
 
 def test_help_imports_neither_torch_nor_transformers() -> None:
+    """Of spectrain, and of every command."""
     code = (
-        "import sys\nsys.argv = ['spectrain', '--help']\nfrom spectrain.__main__ import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
+        "import sys\nfrom spectrain.__main__ import main\n"
+        f"for command in ([], *([c] for c in {sorted(COMMANDS)})):\n"
+        "    sys.argv = ['spectrain', *command, '--help']\n"
+        "    try:\n        main()\n    except SystemExit as end:\n        assert not end.code\n"
+        "print([m for m in ('torch', 'transformers', 'accelerate', 'datasets', 'pyarrow') if m in sys.modules])"
     )
     out = python(code)
     assert out.strip().endswith("[]")
-    assert all(command in out for command in COMMANDS)
+    first = out[: out.index("Usage:", out.index("Usage:") + 1)]
+    assert all(command in first for command in COMMANDS) and out.count("Usage: ") == 1 + len(COMMANDS)
 
 
 def test_a_usage_error_is_exit_code_2_and_a_failure_1() -> None:

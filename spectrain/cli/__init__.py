@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -72,6 +73,76 @@ def quickstart(
     from spectrain.cli.quickstart import quickstart as run
 
     run(out=out, fresh=fresh, fresh_answers=fresh_answers, short=short, overrides=set_ or [])
+
+
+@app.command()
+@guarded
+def prepare(
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT…", help="Files, folders, globs, or Hub data sets.")],
+    target: Annotated[str, typer.Option(help="Hub name, folder or .gguf file; only its tokenizer is loaded.")],
+    out: Annotated[Path, typer.Option(help="Folder of the rows.")],
+    format_: Annotated[
+        str, typer.Option("--format", help="Dialect of the inputs: messages, sharegpt, alpaca, pair, prompt, text or tokens.")
+    ] = "auto",
+    show: Annotated[int, typer.Option(min=0, help="Print some rows, supervised tokens in colour.")] = 0,
+    disjoint_from: Annotated[
+        list[str] | None, typer.Option(help="Evaluation prompts that must not be trained on (file or folder); may be repeated.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise.")] = 1,
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    set_: Set = None,
+) -> None:
+    """Turn conversations into rows of token ids with their loss mask; every row that is not used is listed with its reason."""
+    from spectrain.cli.prepare import prepare_rows as run
+
+    own = [f"format={format_}", f"workers={workers}", *([f"disjoint_from={json.dumps(disjoint_from)}"] if disjoint_from else [])]
+    run(inputs, target=target, out=out, overrides=[*own, *(set_ or [])], show=show, as_json=json_)
+
+
+@app.command()
+@guarded
+def regenerate(
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT…", help="Prompts or conversations: files, folders, globs, Hub data sets.")],
+    out: Annotated[Path, typer.Option(help="File of the answers (.jsonl).")],
+    target: Annotated[str, typer.Option(help="Hub name, folder or .gguf file: answers in process.")] = "",
+    endpoint: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server instead, such as http://127.0.0.1:8000/v1.")] = "",
+    model: Annotated[str, typer.Option(help="The server's name of the model (default: the only one it serves).")] = "",
+    api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the server's key.")] = "",
+    api_key_file: Annotated[Path | None, typer.Option(help="File that holds the server's key.")] = None,
+    dtype: str = "float32",
+    revision: Annotated[str | None, typer.Option(help="Revision of the target on the Hub.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the counts as one JSON object.")] = False,
+    set_: Set = None,
+) -> None:
+    """Let the target answer what the inputs ask, turn by turn; a second call makes what is missing."""
+    from spectrain.cli.regenerate import regenerate as run
+
+    run(
+        inputs, out=out, target=target, endpoint=endpoint, model=model, api_key_env=api_key_env, api_key_file=api_key_file,
+        dtype=dtype, revision=revision, overrides=set_ or [], as_json=json_,
+    )  # fmt: skip
+
+
+@app.command()
+@guarded
+def capture(
+    rows: Annotated[Path, typer.Argument(help="Folder made by `spectrain prepare`.")],
+    target: Annotated[str, typer.Option(help="Hub name, folder or .gguf file.")],
+    head_config: Annotated[Path, typer.Option(help="A recipe: its head says which states are kept, its data.capture how.")],
+    out: Annotated[str, typer.Option(help="Folder or URL (s3://…) of the store.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many bytes and hours it takes.")] = False,
+    ignore_space: Annotated[bool, typer.Option("--ignore-space", help="Begin even where the disk looks too small.")] = False,
+    dtype: str = "float32",
+    json_: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
+    set_: Set = None,
+) -> None:
+    """Keep the target's hidden states of prepared rows; several processes (`accelerate launch -m spectrain capture …`) share the work."""
+    from spectrain.cli.capture import capture_rows as run
+
+    run(
+        rows, target=target, recipe=head_config, out=out, dtype=dtype, dry_run=dry_run, ignore_space=ignore_space,
+        overrides=set_ or [], as_json=json_,
+    )  # fmt: skip
 
 
 @app.command()

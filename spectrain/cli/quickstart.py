@@ -20,12 +20,12 @@ from spectrain.training.setup import made_with, open_accelerator
 
 RECIPE = "recipes/eagle3_smollm2.yaml"
 SHORT = (  # for CI: the same stages in a few minutes
-    "data.max_rows=240", "training.epochs=2", "evaluation.suite=eval/suites/short.yaml", "evaluation.speed_prompts=1",
+    "data.prepare.max_rows=240", "training.epochs=2", "evaluation.suite=eval/suites/short.yaml", "evaluation.speed_prompts=1",
     "evaluation.speed_max_new_tokens=32",
 )  # fmt: skip
 WORK = (
-    "answers.jsonl", "answers.made_with.json", "rejected.jsonl", "states", "training", "head", "last", "evaluation", "export",
-    "minutes.json",
+    "answers.jsonl", "answers.made_with.json", "answers.rejected.jsonl", "conversations.jsonl", "rows", "states", "training", "head",
+    "last", "evaluation", "export", "minutes.json",
 )  # fmt: skip
 
 
@@ -77,12 +77,9 @@ def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, over
     target = stages.open_target(recipe, out, str(accelerator.device))
     say(f"{recipe.target.name}: {target.num_layers} layers, vocabulary {target.vocab_size}, {recipe.target.dtype} on {target.device}")
     watch.start("answers")
-    file = out / "answers.jsonl" if fresh_answers else None
-    if file:
-        stages.make_answers(recipe.data.answers, target, root, file)
-    conversations = stages.read_answers(recipe.data.answers, target, root, file)
-    data = stages.make_rows(recipe, target, conversations, out)
-    say(f"{len(conversations)} answers: {len(data.rows)} rows to train on, {len(data.validation)} kept out, {len(data.rejected)} rejected")
+    file = stages.answers_file(recipe, target, root, out, fresh=fresh_answers, say=say)
+    data = stages.make_rows(recipe, target, file, out)
+    say(stages.rows_line(data), markup=False)
     watch.start("capture")
     store = stages.capture_states(recipe, target, data, out, accelerator, say)
     watch.start("training")

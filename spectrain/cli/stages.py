@@ -1,48 +1,66 @@
 """Each stage of a run wired to its inputs: recipe in, files out. A stage that finds its work done does nothing again.
 
-A run's folder holds target/ (only for a target from a package), answers.jsonl (only fresh ones), rejected.jsonl, states/, training/,
-head/ (the best), last/, evaluation/ and export/.
+A run's folder holds target/ (only for a target from a package), answers.jsonl and conversations.jsonl (only fresh ones), rows/, states/,
+training/, head/ (the best), last/, evaluation/ and export/.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from tqdm import tqdm
 
+from spectrain.cli.capture import announce, check_rows_of, prepared_with
+from spectrain.cli.regenerate import TargetAnswerer
 from spectrain.cli.wiring import as_drafter
-from spectrain.config import AnswersConfig, Recipe, dump_yaml
-from spectrain.data.formats import Conversation, Message, Prompt, mix_prompts, read_conversations, read_jsonl, read_prompts
-from spectrain.data.masking import Row, encode_conversation
-from spectrain.data.regenerate import Answer, answer_key, regenerate
-from spectrain.decoding.generate import generate
+from spectrain.config import AnswersConfig, Recipe, RegenerateConfig, dump_yaml
+from spectrain.data.answers import AnswerFile
+from spectrain.data.batches import Samples
+from spectrain.data.formats import Prompt, mix_prompts, read_jsonl, read_prompts
+from spectrain.data.order import check_lines, row_shares, sizes
+from spectrain.data.prepare import Report, prepare
+from spectrain.data.questions import answer_key, question_of, settings_of
+from spectrain.data.regenerate import answer_in_batches, open_dialogues
+from spectrain.data.row_store import RowStore
+from spectrain.data.rows import Row
 from spectrain.decoding.shapes import Chain
 from spectrain.evaluation.measure import acceptance_probe
 from spectrain.heads.base import check_head, load_head, save_head
-from spectrain.heads.targets import draft_vocabulary
-from spectrain.target.features import FeatureStore, capture, rows_hash, store_bytes
+from spectrain.target.capture import capture
+from spectrain.target.check import check_store
+from spectrain.target.features import FeatureStore, OnlineFeatures
 from spectrain.target.model import Target, load_target, unpack_gguf
 from spectrain.training.loop import TrainResult, train
-from spectrain.training.setup import check_config, coverage_by_domain, layer_ids, made_with, new_head, supervised_counts
+from spectrain.training.setup import (
+    check_config,
+    coverage_by_domain,
+    coverage_lines,
+    cut_vocabulary,
+    layer_ids,
+    made_with,
+    new_head,
+    supervised_counts,
+)
 
 PACKAGE = "package:"
 PROBE_TOKENS = 48  # new tokens an answer when a checkpoint's acceptance is measured
 PROBE_PROMPT_TOKENS = 256
+PROBE_ROWS = 32
+SELECTED = "conversations.jsonl"  # of the fresh answers, those that the recipe asks for
 NAMES = {"best": "head", "last": "last"}  # folders of the saved heads
 
 
 @dataclass(frozen=True)
 class Data:
-    """Rows to train on, conversations kept out for choosing the checkpoint, and what was rejected with its reason."""
+    """Rows to train on, and those kept out for choosing the checkpoint. report: of `prepare`, where this run made the rows."""
 
-    rows: list[Row]
-    validation: list[Conversation]
-    rejected: list[dict[str, str]]
+    rows: RowStore
+    validation: RowStore
+    report: Report | None = None
 
 
 def open_target(recipe: Recipe, out: Path, device: str | None = None) -> Target:
@@ -72,30 +90,33 @@ def _package_gguf(package: str) -> Path:
     return found[0]
 
 
-def _asked(config: AnswersConfig, target: Target, root: Path) -> tuple[list[Prompt], Callable[[Prompt], Mapping[str, Any]]]:
+def _asked(config: AnswersConfig, target: Target, root: Path) -> tuple[list[Prompt], Callable[[Any], Mapping[str, Any]]]:
     """The recipe's mix of prompts, and what the answer to each depends on: some are sampled, the others greedy."""
-
-    def settings(prompt: Prompt) -> Mapping[str, Any]:
-        dice = int(hashlib.sha256(f"{config.seed}:sampled:{prompt.id}".encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
-        temperature = config.temperature if dice < config.sampled else 0.0
-        return {"temperature": temperature, "max_new_tokens": config.max_new_tokens, "seed": config.seed, **target.fingerprints}
-
     prompts = mix_prompts(
         read_prompts(root / config.prompts), config.mix, seed=config.seed,
         fits=lambda p: len(target.encode(p.chat)) <= config.max_prompt_tokens,
     )  # fmt: skip
-    return prompts, settings
+    own = _regeneration(config)
+    return prompts, lambda item: settings_of(own, question_of(item) if isinstance(item, Prompt) else item, target.fingerprints)
+
+
+def _regeneration(config: AnswersConfig) -> RegenerateConfig:
+    shares = {0.0: 1 - config.sampled, config.temperature: config.sampled}
+    return RegenerateConfig(
+        temperatures={value: share for value, share in shares.items() if share}, max_new_tokens=config.max_new_tokens,
+        max_prompt_tokens=config.max_prompt_tokens, batch_size=config.batch_size, seed=config.seed,
+    )  # fmt: skip
 
 
 def make_answers(config: AnswersConfig, target: Target, root: Path, out: Path) -> int:
     """Let the target answer the recipe's mix of prompts into `out`; returns how many were made now."""
-
-    def answer(chats: Sequence[list[Message]], settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Answer]:
-        result = generate(target, chats, temperature=settings["temperature"], max_new_tokens=settings["max_new_tokens"], seed=list(seeds))
-        return [Answer(text=row.text, tokens=len(row.tokens), finish_reason=row.finish_reason) for row in result.rows]
-
     prompts, settings = _asked(config, target, root)
-    count = regenerate(prompts, answer=answer, settings=settings, out=out, batch_size=config.batch_size)
+    answerer = TargetAnswerer(target, _regeneration(config))
+    with AnswerFile(out) as file:
+        dialogues = open_dialogues(prompts, settings, file)
+        count = answer_in_batches(
+            dialogues, answer=answerer, file=file, batch_size=config.batch_size, length=answerer.length, model=target.name
+        ).answered
     record = out.with_suffix(".made_with.json")
     if count or not record.exists():
         made = made_with(target, {"command": "spectrain train RECIPE --fresh-answers", "settings": config.model_dump(mode="json")})
@@ -103,18 +124,20 @@ def make_answers(config: AnswersConfig, target: Target, root: Path, out: Path) -
     return count
 
 
-def read_answers(config: AnswersConfig, target: Target, root: Path, fresh: Path | None) -> list[Conversation]:
-    """The recipe's shipped answers, or fresh ones; ValueError when shipped answers are another target's.
+def read_answers(config: AnswersConfig, target: Target, root: Path, fresh: Path | None) -> Path:
+    """The file of the recipe's shipped answers, or one of fresh answers; ValueError when shipped answers are another target's.
 
     Of a fresh file only what these settings asked for counts, since it keeps the answers of earlier ones, and in the order of the
-    prompts: a stop changes that of the file.
+    prompts: a stop changes that of the file. They are written beside it.
     """
     if fresh is not None:
         prompts, settings = _asked(config, target, root)
-        place = {answer_key(prompt.chat, settings(prompt)): i for i, prompt in enumerate(prompts)}
-        rows = zip(read_jsonl(fresh), read_conversations(fresh), strict=True)
-        found = [(place[row["key"]], conversation) for (_, row), conversation in rows if row.get("key") in place]
-        return [conversation for _, conversation in sorted(found, key=lambda pair: pair[0])]
+        wanted = {answer_key(question_of(p).asked, settings(p)): i for i, p in enumerate(prompts)}
+        rows = [(wanted[key], row) for _, row in read_jsonl(fresh) if (key := str(row.get("key", "")).partition("-")[0]) in wanted]
+        file = fresh.with_name(SELECTED)
+        part = file.with_suffix(".part")
+        part.write_text("".join(json.dumps(row) + "\n" for _, row in sorted(rows, key=lambda pair: (pair[0], pair[1]["id"]))))
+        return part.replace(file)
     path = root / config.file
     if not path.is_file():
         raise ValueError(f"no answers at {path}; let the target answer: add --fresh-answers")
@@ -124,89 +147,123 @@ def read_answers(config: AnswersConfig, target: Target, root: Path, fresh: Path 
         for key, value in target.fingerprints.items():
             if made.get(key) != value:
                 raise ValueError(f"{path} was answered by another target ({key} differs); let yours answer: add --fresh-answers")
-    return read_conversations(path)
+    return path
 
 
-def make_rows(recipe: Recipe, target: Target, conversations: Sequence[Conversation], out: Path | None) -> Data:
-    """Rows with masks; a few conversations of each domain kept out; rejected ones with their reason go to `out`/rejected.jsonl.
+def answers_file(recipe: Recipe, target: Target, root: Path, out: Path, *, fresh: bool, say: Any) -> Path | None:
+    """The file of answers that rows are made from, answered now if `fresh`; None where the recipe names rows."""
+    answers = recipe.data.answers
+    if recipe.data.rows is not None or answers is None:
+        return None
+    file = out / "answers.jsonl" if fresh else None
+    if file:
+        make_answers(answers, target, root, file)
+        rejected = file.with_suffix(".rejected.jsonl")
+        if rejected.exists():
+            say(f"{len(rejected.read_text().splitlines())} prompts could not be asked; the reasons are in {rejected}")
+    return read_answers(answers, target, root, file)
 
-    out: None writes nothing (processes other than the first). Raises ValueError when no row is left.
+
+def make_rows(recipe: Recipe, target: Target, file: Path | None, out: Path) -> Data:
+    """The rows of the recipe: those of `data.rows`, or made from a file of answers into `out`/rows, rejected ones with their reason.
+
+    Raises ValueError when no row is left, or when prepared rows are another target's.
     """
-    kept_out: dict[str, int] = {}
-    validation, rows, rejected = [], [], []
-    for conversation in tqdm(conversations, desc="rows", unit="row", disable=None):
-        prompt = conversation.messages[:-1]
-        short = len(target.encode(prompt)) <= PROBE_PROMPT_TOKENS
-        if short and kept_out.get(conversation.domain, 0) < recipe.data.validation_per_domain:
-            kept_out[conversation.domain] = kept_out.get(conversation.domain, 0) + 1
-            validation.append(conversation)
-            continue
-        try:
-            rows.append(encode_conversation(target.tokenizer, conversation, recipe.data.max_length))
-        except ValueError as error:
-            rejected.append({"id": conversation.id, "reason": str(error)})
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "rejected.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rejected))
-    if not rows:
-        taken = f"{len(validation)} kept out (data.validation_per_domain), {len(rejected)} rejected (reasons in rejected.jsonl)"
-        raise ValueError(f"none of {len(conversations)} conversations is left to train on: {taken}; give more prompts")
-    return Data(rows=_spread(rows, recipe.data.max_rows), validation=validation, rejected=rejected)
+    report = None
+    if recipe.data.rows is None:
+        assert file is not None
+        report = prepare([str(file)], target.tokenizer, out / "rows", recipe.data.prepare, stop_ids=target.eos_ids)
+    return replace(read_rows(recipe, target, out), report=report)
 
 
-def _spread(rows: list[Row], limit: int | None) -> list[Row]:
-    """At most `limit` rows, every domain in its share."""
-    if limit is None or limit >= len(rows):
-        return rows
-    step = len(rows) / limit
-    by_domain = sorted(rows, key=lambda row: row.domain)
-    return [by_domain[int(i * step)] for i in range(limit)]
+def read_rows(recipe: Recipe, target: Target, out: Path) -> Data:
+    """The rows of the recipe that are there already, of `data.rows` or of this run; nothing is written."""
+    folder = Path(recipe.data.rows) if recipe.data.rows is not None else out / "rows"
+    rows = RowStore(folder)
+    check_rows_of(rows, target)
+    return Data(rows=rows, validation=RowStore(folder, "validation"))
 
 
-def capture_states(recipe: Recipe, target: Target, data: Data, out: Path, accelerator: Accelerator, say: Any) -> FeatureStore:
-    """Capture the rows' hidden states once, by the main process; the others wait for it."""
-    ids = layer_ids(recipe.head, target)
-    tokens = sum(len(row.ids_L) for row in data.rows)
-    size = store_bytes(data.rows, target_width=target.embedding_VW.shape[1], num_states=len(ids))
-    say(f"{len(data.rows)} rows, {tokens} tokens, {sum(r.supervised for r in data.rows)} supervised; states take {size / 2**20:.0f} MiB")
-    if accelerator.is_main_process:
-        capture(data.rows, target, ids, out / "states")
+def rows_line(data: Data) -> str:
+    """How many rows there are, and what became of the others."""
+    line = f"{len(data.rows)} rows to train on, {len(data.validation)} kept out"
+    if data.report is None:
+        return line
+    rejected = sum(data.report.coverage["rejected"].values())
+    told = f" ({data.report.folder / 'rejected.jsonl'})" if rejected else ""
+    return "\n".join([f"{line}, {rejected} rejected{told}", *(f"warning: {w}" for w in data.report.warnings)])
+
+
+def capture_states(recipe: Recipe, target: Target, data: Data, out: Path, accelerator: Accelerator, say: Any) -> Samples:
+    """The rows with their hidden states: captured once, by all processes together, or computed while training.
+
+    A store is compared with the target on a sample of rows before it is used. Raises ValueError when the rows do not fit the training
+    settings, or when the place holds another store.
+    """
+    ids, config = layer_ids(recipe.head, target), recipe.data.capture
+    found = sizes(data.rows)  # what training would refuse is told before the long work
+    check_lines(data.rows, found, recipe.training.packing)
+    row_shares(found, recipe.training.domain_weights, recipe.training.rows_per_epoch)
+    if recipe.data.online:
+        say(f"{len(data.rows)} rows; their states are computed while training")
+        return OnlineFeatures(target, data.rows, ids, config)
+    where = recipe.data.states or str(out / "states")
+    say(announce(data.rows, target, ids, config).text())
+    capture(
+        data.rows, target, ids, where, config, rank=accelerator.process_index, world=accelerator.num_processes,
+        prepared=prepared_with(data.rows),
+    )  # fmt: skip
     accelerator.wait_for_everyone()
-    return FeatureStore(out / "states", data.rows)
+    store = FeatureStore(where, data.rows, on_damage=config.on_damage)
+    say(f"states checked: {check_store(store, target).text()}")
+    return store
 
 
 def run_training(
-    recipe: Recipe, target: Target, data: Data, store: FeatureStore, out: Path, accelerator: Accelerator, say: Any
+    recipe: Recipe, target: Target, data: Data, samples: Samples, out: Path, accelerator: Accelerator, say: Any
 ) -> tuple[TrainResult, dict[str, tuple[int, int]]]:
-    """Train on captured states and keep the head with the best measured acceptance in `out`/head.
+    """Train on rows with states and keep the head with the best measured acceptance in `out`/head.
 
-    Returns the result and the draft vocabulary's coverage by domain (tokens inside, all tokens).
+    Returns the result and the draft vocabulary's coverage of the training rows by domain (tokens inside, all tokens).
     """
-    vocabulary = draft_vocabulary(supervised_counts(data.rows, target.vocab_size), recipe.head.draft_vocab_size)
-    coverage = coverage_by_domain(data.rows, vocabulary)
-    say("draft vocabulary covers " + ", ".join(f"{d} {a / b:.1%}" for d, (a, b) in sorted(coverage.items())))
-    head = new_head(recipe.head, target, data.rows, seed=recipe.training.seed)
-    inputs = {"rows": rows_hash(data.rows), "head": recipe.head.model_dump(mode="json"), **target.fingerprints}
-    settings = recipe.training.model_dump(mode="json", exclude={"max_minutes", "checkpoint_minutes", "tracker"})
-    settings["accumulation"] *= accelerator.num_processes  # what a step means depends on their product
+    counts_V = supervised_counts(data.rows, target.vocab_size)
+    vocabulary = cut_vocabulary(recipe.head, target, counts_V)
+    told = {"training rows": data.rows, **({"validation rows": data.validation} if len(data.validation) else {})}
+    for line in coverage_lines(vocabulary, told):
+        say(line)
+    head = new_head(recipe.head, target, data.rows, seed=recipe.training.seed, counts_V=counts_V)
+    inputs = {"rows": data.rows.rows_sha256, "head": recipe.head.model_dump(mode="json"), **target.fingerprints}
+    settings = recipe.training.model_dump(mode="json", exclude={"max_minutes", "checkpoint_minutes", "tracker", "accumulation"})
+    settings["states"] = "online" if recipe.data.online else recipe.data.capture.model_dump(mode="json", include={"states", "last"})
     identity = hashlib.sha256(json.dumps([inputs, settings], sort_keys=True).encode()).hexdigest()
     record = made_with(target, {"rows_sha256": inputs["rows"], "layer_ids": list(head.layer_ids), "recipe": recipe.name})
-    probe = acceptance_probe(target, [_prompt(c) for c in data.validation], Chain(recipe.evaluation.shapes.chain), PROBE_TOKENS, as_drafter)
+    asked = probe_rows(data.validation)
+    probe = acceptance_probe(target, asked, Chain(recipe.evaluation.shapes.chain), PROBE_TOKENS, as_drafter) if asked else None
     result = train(
-        head, store, recipe.training, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=out / "training",
-        accelerator=accelerator, identity=identity, on_eval=probe if data.validation else None,
+        head, samples, recipe.training, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=out / "training",
+        accelerator=accelerator, identity=identity, on_eval=probe,
         save=lambda trained, name: save_head(trained, out / NAMES[name], run_yaml=dump_yaml(recipe), made_with=record),
     )  # fmt: skip
-    return result, coverage
+    return result, coverage_by_domain(data.rows, vocabulary)
 
 
-def _prompt(conversation: Conversation) -> Prompt:
-    asked = next((m["content"] for m in conversation.messages if m["role"] == "user"), conversation.messages[0]["content"])
-    return Prompt(id=conversation.id, domain=conversation.domain, turns=(asked,), source="")
+def probe_rows(rows: Sequence[Row]) -> list[Row]:
+    """At most PROBE_ROWS rows to measure acceptance on, with short prompts where there are such, the domains taken in turns.
+
+    A row that is supervised from its first token on, such as a plain text, has no prompt and is not taken.
+    """
+    prompt_N = [int(row.mask_L.argmax()) for row in rows]
+    found = sorted((i for i, prompt in enumerate(prompt_N) if prompt), key=lambda i: (prompt_N[i] > PROBE_PROMPT_TOKENS, i))
+    place: dict[str, int] = {}
+    turns = []
+    for i in found:
+        place[rows[i].domain] = place.get(rows[i].domain, 0) + 1
+        turns.append((place[rows[i].domain], i))
+    return [rows[i] for _, i in sorted(turns)[:PROBE_ROWS]]
 
 
 def open_head(folder: Path, target: Target) -> Any:
     """A head directory on the target's device; ValueError when it was trained for another target."""
     head = load_head(folder, device=str(target.device))
-    check_head(head, target.fingerprints, target.name)
+    check_head(head, target.fingerprints, target.name, target.tokenizer)
     return head

@@ -22,14 +22,15 @@ def train(path: Path, *, out: Path | None, fresh_answers: bool, overrides: list[
     out = out or Path("runs") / recipe.name
     root = _above(path, 1)
     accelerator = open_accelerator(recipe.training, out / "training")
-    console = Console(quiet=not accelerator.is_main_process)
+    console = Console(quiet=not accelerator.is_main_process, soft_wrap=True, markup=False)
     with accelerator.main_process_first():
         target = stages.open_target(recipe, out, str(accelerator.device))
-        file = out / "answers.jsonl" if fresh_answers else None
-        if file and accelerator.is_main_process:
-            stages.make_answers(recipe.data.answers, target, root, file)
-        conversations = stages.read_answers(recipe.data.answers, target, root, file)
-        data = stages.make_rows(recipe, target, conversations, out if accelerator.is_main_process else None)
+        if accelerator.is_main_process:
+            file = stages.answers_file(recipe, target, root, out, fresh=fresh_answers, say=console.print)
+            data = stages.make_rows(recipe, target, file, out)
+        else:
+            data = stages.read_rows(recipe, target, out)
+    console.print(stages.rows_line(data))
     store = stages.capture_states(recipe, target, data, out, accelerator, console.print)
     result, _ = stages.run_training(recipe, target, data, store, out, accelerator, console.print)
     best = "" if result.best is None else f", best measured tau {result.best:.3f}"

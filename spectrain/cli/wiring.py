@@ -37,7 +37,7 @@ def load_head(where: str | Path, target: Target | None = None, revision: str | N
         folder = Path(snapshot_download(str(where), revision=revision))
     head = read_head(folder, device=str(target.device) if target else "cpu")
     if target is not None:
-        check_head(head, target.fingerprints, target.name)
+        check_head(head, target.fingerprints, target.name, target.tokenizer)
     return head
 
 

@@ -33,7 +33,7 @@ class HeadDrafter:
 
     def start(self, target: Target, rows: int, max_length: int) -> "_HeadSession":
         """A session; ValueError for a head of another target or on another device."""
-        check_head(self.head, target.fingerprints, target.name)
+        check_head(self.head, target.fingerprints, target.name, target.tokenizer)
         c, device = self.head.config, self.head.fc.weight.device
         if device.type != target.device.type:
             raise ValueError(f"the head is on {device}, {target.name} on {target.device}; load the head with device={str(target.device)!r}")

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from spectrain.config import Suite
 from spectrain.data.formats import Prompt, read_jsonl, read_prompts
+from spectrain.data.rows import Row
 from spectrain.decoding.audit import first_difference
 from spectrain.decoding.drafter import Drafter
 from spectrain.decoding.generate import generate
@@ -217,17 +218,17 @@ def compare(target: Target, records: Sequence[Record], plain: Sequence[Record], 
 
 
 def acceptance_probe(
-    target: Target, prompts: Sequence[Prompt], shape: Shape, max_new_tokens: int, drafter: Callable[[Any], Drafter]
+    target: Target, rows: Sequence[Row], shape: Shape, max_new_tokens: int, drafter: Callable[[Any], Drafter]
 ) -> Callable[[Any], float]:
-    """A function head -> measured tau (macro over domains) on these prompts, for choosing the best checkpoint."""
+    """A function head -> measured tau (macro over domains) on the prompts of these rows, for choosing the best checkpoint."""
 
     def measured(head: Any) -> float:
-        result = generate(target, [p.chat for p in prompts], drafter=drafter(head), shape=shape, max_new_tokens=max_new_tokens)
+        result = generate(target, [row.prompt_ids for row in rows], drafter=drafter(head), shape=shape, max_new_tokens=max_new_tokens)
         sums: dict[str, list[int]] = {}
-        for prompt, row in zip(prompts, result.rows, strict=True):
-            both = sums.setdefault(prompt.domain, [0, 0])
-            both[0] += sum(r.committed for r in row.rounds)
-            both[1] += len(row.rounds)
+        for row, found in zip(rows, result.rows, strict=True):
+            both = sums.setdefault(row.domain, [0, 0])
+            both[0] += sum(r.committed for r in found.rounds)
+            both[1] += len(found.rounds)
         return sum(tokens / max(1, rounds) for tokens, rounds in sums.values()) / len(sums)
 
     return measured

@@ -1,6 +1,7 @@
 """Mistakes as a person meets them: one message that says what was found and what to do, exit code 1, no traceback."""
 
 import json
+import re
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 import spectrain
 from spectrain.cli import guarded
 from spectrain.heads.base import save_head
-from spectrain.target import features
+from spectrain.target import capture, folders
 from spectrain.target.model import Target
 from spectrain.training.setup import made_with
 
@@ -57,7 +58,10 @@ def mine(project: Path, tmp_path: Path) -> Path:
         (["--set", "target.name=./nowhere"], ["no model at ./nowhere", "give a folder, a .gguf file or a Hub name"]),
         (["--set", "head.layer_ids=[3,2]"], ["head.layer_ids [3, 2] must rise within 1 to 6"]),
         (["--set", "head.kind=medusa9"], ["head 'medusa9' is unknown; there are eagle3"]),
-        (["--set", "head.draft_vocab_size=101"], ["head.draft_vocab_size 101 is above the 100 tokens", "--set head.draft_vocab_size=100"]),
+        (
+            ["--set", "head.draft_vocab_size=101"],
+            ["head.draft_vocab_size 101 is above the 100 tokens", "--set head.draft_vocab_size=100 (null: all of them)"],
+        ),
         ([], ["no answers at", "recipes/data/answers.jsonl", "--fresh-answers"]),
     ],
 )
@@ -94,7 +98,11 @@ def test_wrong_line_is_not_found(mine: Path, train: Callable[..., str], cli: Cli
     assert f"{prompts}, line 3: needed `prompt`" in train("--fresh-answers", recipe=mine)
     answers = mine.parent / "data/answers.jsonl"
     answers.write_text('{"id": "1", "domain": "red", "messages": [{"role": "user", "content": "w9"}]}\n[1]\n')
-    assert train(recipe=mine) == f"{answers}, line 2: needed a JSON object, found list"
+    assert train(recipe=mine).startswith("none of 2 rows of the input is left to train on; reasons in ")
+    told = [json.loads(line) for line in (tmp_path / "run/rows/rejected.jsonl").read_text().splitlines()]
+    found = {row["row"]: row for row in told if row["file"] == str(answers)}
+    assert {number: row["reason"] for number, row in found.items()} == {1: "unanswered", 2: "unreadable"} and len(told) == 2
+    assert "no answer to learn from" in found[1]["why"] and "list" in found[2]["why"]
     suite = mine.parents[1] / "eval/suites/tiny.yaml"
     spoil(mine.parents[1] / "eval/prompts/blue.jsonl", 2, "{")
     told = message(cli("evaluate", "--target", project / "target", "--suite", suite, "--out", tmp_path / "e"))
@@ -110,14 +118,21 @@ def test_answers_of_another_target_are_learnt(mine: Path, train: Callable[..., s
     assert told == f"{answers} was answered by another target (embedding_sha256 differs); let yours answer: add --fresh-answers"
 
 
-def test_nothing_to_train_on_is_success(mine: Path, train: Callable[..., str]) -> None:
+def test_nothing_to_train_on_is_success(mine: Path, train: Callable[..., str], tmp_path: Path) -> None:
     """RB1: how many each filter took."""
-    rows = [{"id": str(i), "domain": "red", "messages": [{"role": "user", "content": "w9"}]} for i in range(5)]
-    (mine.parent / "data/answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = train("--set", "data.validation_per_domain=2", recipe=mine)
-    assert told.startswith("none of 5 conversations is left to train on: 2 kept out (data.validation_per_domain), 3 rejected")
-    told = train("--set", "data.validation_per_domain=9", recipe=mine)
-    assert "5 kept out (data.validation_per_domain), 0 rejected" in told
+    asked = [{"role": "user", "content": "w9"}]
+    rows = [{"id": str(i), "domain": "red", "messages": [{"role": "user", "content": f"w{20 + i}"}]} for i in range(5)]
+    answers = mine.parent / "data/answers.jsonl"
+    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = train(recipe=mine).splitlines()
+    assert told[0] == f"none of 5 rows of the input is left to train on; reasons in {tmp_path}/run/rows/rejected.jsonl"
+    assert [line.split()[:2] for line in told[1:]] == [["read", "5"], ["unanswered", "-5"], ["kept", "0"]]
+    for row in rows:
+        row["messages"] += [{"role": "assistant", "content": "w10 w11"}]
+    rows[4]["messages"] = [*asked, {"role": "assistant", "content": ""}]
+    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = train("--set", "data.prepare.validation_per_domain=9", recipe=mine)
+    assert "rows: validation                   4  rows of this part" in told and "kept                               4" in told
     assert "9 red prompts asked for, only 8 there that fit" in train("--fresh-answers", "--set", "data.answers.mix.red=9", recipe=mine)
 
 
@@ -209,10 +224,48 @@ def test_full_disk_is_found_in_the_middle(
     """ME1: the store's size is held against the free space before the first row is captured."""
     (tmp_path / "run").mkdir()
     shutil.copy(trained / "answers.jsonl", tmp_path / "run")
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 1000))
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 1000))
     told = train("--fresh-answers")
-    assert "the store needs 0 MiB" in told and "free some or take fewer rows" in told
+    assert re.match(f"the store needs [1-9][0-9] KiB, {tmp_path}/run/states has 1000 bytes left; free some, take fewer rows", told)
     assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_disk_that_fills_up_leaves_half_a_shard(
+    project: Path, trained: Path, train: Callable[..., str], cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """ME1: in the second of five shards: a message, the first one whole, nothing of the second; the next call makes what is missing."""
+    (tmp_path / "run").mkdir()
+    shutil.copy(trained / "answers.jsonl", tmp_path / "run")
+    original, made = capture.write_shard, []
+
+    def write(path: Path, tensors: Any) -> None:
+        made.append(path.name)
+        if len(made) == 2:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        original(path, tensors)
+
+    monkeypatch.setattr(capture, "write_shard", write)
+    shards = ["--set", "data.capture.rows_per_shard=2"]
+    full = train("--fresh-answers", *shards)
+    states = tmp_path / "run/states"
+    assert full == f"no space left on disk while writing {states}/rows-0000002.safetensors; free some and run the same command again"
+    assert sorted(p.name for p in states.iterdir()) == ["manifest.json", "rows-0000000.safetensors"]
+    done = cli("train", project / "recipes/tiny.yaml", "--out", tmp_path / "run", "--fresh-answers", *shards, "--set", "training.steps=1")
+    assert done.exit_code == 0 and len(list(states.glob("*.safetensors"))) == 5 and len(made) == 2 + 4, done.output
+
+
+def test_rows_that_do_not_fit_are_captured(trained: Path, train: Callable[..., str], tmp_path: Path) -> None:
+    """UX1: what training would refuse for these rows is told before their states are made."""
+    (tmp_path / "run").mkdir()
+    shutil.copy(trained / "answers.jsonl", tmp_path / "run")
+    for setting, words in (
+        ("training.packing=4", ["training.packing: row 'red-", "9 rows are longer than a line of 4; needed lines of at least 2"]),
+        ("training.domain_weights={green: 1}", ["green", "blue", "red"]),
+    ):
+        told = train("--fresh-answers", "--set", setting)
+        assert all(word in told for word in words), told
+        assert not (tmp_path / "run/states").exists() and (tmp_path / "run/rows/prepared.json").exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

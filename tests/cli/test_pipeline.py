@@ -1,5 +1,6 @@
 """The whole way through the real command line: answers, states, head, figures, export; alone and on two processes."""
 
+import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -11,13 +12,17 @@ from click.testing import Result
 from safetensors.torch import load_file
 
 from spectrain.cli import stages
-from spectrain.config import Recipe, load_config
-from spectrain.data.formats import read_conversations
+from spectrain.config import AnswersConfig, Recipe, load_config
+from spectrain.data import prepare
+from spectrain.data.formats import Conversation, read_conversations
+from spectrain.data.row_store import RowStore
 from spectrain.decoding.generate import generate
 from spectrain.heads.base import load_head
-from spectrain.target import features
-from spectrain.target.model import load_target
+from spectrain.target import capture
+from spectrain.target.model import Target, load_target
+from spectrain.training import loop
 
+regenerate = importlib.import_module("spectrain.cli.regenerate")  # the package has a command of this name
 Cli = Callable[..., Result]
 SPY = """
 import os, runpy, sys
@@ -41,17 +46,20 @@ def files(folder: Path) -> dict[str, tuple[int, bytes]]:
 def test_run_leaves_something_out(project: Path, trained: Path) -> None:
     conversations = read_conversations(trained / "answers.jsonl")
     assert sorted(c.domain for c in conversations) == ["blue"] * 5 + ["red"] * 6
+    parts = [{row.id for row in RowStore(trained / "rows", part)} for part in ("train", "validation")]
+    assert [len(part) for part in parts] == [9, 2] and set.union(*parts) == {c.id for c in conversations}
+    assert (trained / "rows/rejected.jsonl").read_text() == ""
     head = load_head(trained / "head")
     assert head.layer_ids == (2, 3, 4) and head.made_with["target"] == str(project / "target")
     assert load_head(trained / "last").config == head.config
     recipe = load_config(Recipe, project / "recipes/tiny.yaml")
     assert load_config(Recipe, trained / "head/run.yaml") == recipe
     points = [json.loads(line) for line in (trained / "training/metrics.jsonl").read_text().splitlines()]
-    assert [p["step"] for p in points] == [9, 18] and all(1.0 <= p["measured_tau"] <= 5.0 for p in points)
+    assert [p["step"] for p in points] == [9, 17] and all(1.0 <= p["measured_tau"] <= 5.0 for p in points)
     assert points[1]["loss"] < points[0]["loss"]
     saved = torch.load(trained / "training/checkpoint.pt", weights_only=True)
-    assert saved["step"] == 18 and saved["best"] == max(p["measured_tau"] for p in points)
-    assert not [p for p in trained.rglob("*") if p.suffix in (".part", ".old")]
+    assert saved["step"] == 17 and saved["best"] == max(p["measured_tau"] for p in points)
+    assert not [p for p in trained.rglob("*") if p.suffix in (".part", ".old", ".half") or ".part-" in p.name]
 
 
 def test_answers_are_not_the_targets(project: Path, trained: Path) -> None:
@@ -67,25 +75,42 @@ def test_second_call_does_it_again(project: Path, trained: Path, cli: Cli, monke
     def again(*args: object, **kwargs: object) -> None:
         raise AssertionError("done a second time")
 
-    for where, name in ((stages, "generate"), (features, "capture_row"), (stages, "save_head")):
+    for where, name in (
+        (regenerate, "generate"), (prepare, "_encode"), (capture, "shard_tensors"), (loop, "_work"), (stages, "save_head")
+    ):  # fmt: skip
         monkeypatch.setattr(where, name, again)
     before = files(trained)
-    del before["rejected.jsonl"]
     result = cli("train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", trained)
     assert result.exit_code == 0, result.output
-    assert "18 steps, best measured tau" in result.stdout
+    assert "9 rows to train on, 2 kept out" in result.stdout and "17 steps, best measured tau" in result.stdout
     after = files(trained)
-    assert {name: after[name] for name in before} == before
+    selected = stages.SELECTED  # written at each call
+    assert after.pop(selected)[1] == before.pop(selected)[1]
+    for folder in (before, after):
+        del folder["rows/.lock"]
+    assert after == before
 
 
-def test_other_rows_or_settings_are_trained_over(project: Path, trained: Path, cli: Cli) -> None:
-    """RE3: the same folder with other rows, or another learning rate, is refused by what differs."""
-    train = ["train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", trained]
-    before = files(trained / "training"), files(trained / "states"), files(trained / "head")
-    for setting, words in (("data.max_rows=4", "is a store with rows = 9, needed 4"), ("training.lr=1e-3", "other settings or data")):
+def test_other_rows_or_settings_are_trained_over(project: Path, trained: Path, cli: Cli, tmp_path: Path) -> None:
+    """RE3: the same folder with other rows, or another learning rate, is refused by what differs; what was made before is kept."""
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    train = ["train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", out]
+    kept = ("training", "states", "head", "last")
+    before, rows = [files(out / name) for name in kept], RowStore(out / "rows").rows_sha256
+    for setting, words in (
+        ("training.lr=1e-3", "other settings or data"),
+        ("data.capture.states=bf16", "run/states is a store with states = 'int8', needed 'bf16'; delete it or capture into a new folder"),
+        ("data.prepare.max_rows=4", "is a store with other rows: max_rows = None, needed 4; delete it or capture into a new folder"),
+        ("data.prepare.max_length=22", "is a store with other rows: max_length = 4096, needed 22; delete it or capture into a new folder"),
+    ):
         result = cli(*train, "--set", setting)
-        assert result.exit_code == 1 and words in result.stderr
-    assert (files(trained / "training"), files(trained / "states"), files(trained / "head")) == before
+        assert result.exit_code == 1 and words in result.stderr, result.output
+        assert (RowStore(out / "rows").rows_sha256 == rows) == ("prepare" not in setting)
+    assert max(RowStore(out / "rows").lengths_N) == 22  # rows are made anew
+    result = cli(*train)
+    assert result.exit_code == 0 and RowStore(out / "rows").rows_sha256 == rows, result.output
+    assert [files(out / name) for name in kept] == before
 
 
 def test_answers_of_earlier_settings_are_trained_on(project: Path, trained: Path, tmp_path: Path, make_target: Callable) -> None:
@@ -93,22 +118,27 @@ def test_answers_of_earlier_settings_are_trained_on(project: Path, trained: Path
     file = tmp_path / "answers.jsonl"
     shutil.copy(trained / "answers.jsonl", file)
     config = load_config(Recipe, project / "recipes/tiny.yaml").data.answers
+    assert config is not None
     target = load_target(project / "target")
+
+    def selected(config: AnswersConfig, target: Target) -> list[Conversation]:
+        return read_conversations(stages.read_answers(config, target, project, file))
+
     assert stages.make_answers(config, target, project, file) == 0
-    old = stages.read_answers(config, target, project, file)
+    old = selected(config, target)
     assert len(old) == 11 and set(c.id for c in old) == {c.id for c in read_conversations(file)}
     shorter = config.model_copy(update={"max_new_tokens": 3})
     assert stages.make_answers(shorter, target, project, file) == 11
-    new = stages.read_answers(shorter, target, project, file)
+    new = selected(shorter, target)
     assert len(new) == 11 and len(read_conversations(file)) == 22
     assert max(len(c.messages[1]["content"].split()) for c in new) <= 3
     fewer = config.model_copy(update={"mix": {"red": 2}})
     assert stages.make_answers(fewer, target, project, file) == 0
-    assert [c.domain for c in stages.read_answers(fewer, target, project, file)] == ["red", "red"]
+    assert [c.domain for c in selected(fewer, target)] == ["red", "red"]
     other = make_target(num_hidden_layers=7, seed=5)
     assert stages.make_answers(config, other, project, file) == 11
-    assert len(stages.read_answers(config, other, project, file)) == 11
-    assert stages.read_answers(config, target, project, file) == old
+    assert len(selected(config, other)) == 11
+    assert selected(config, target) == old
 
 
 def test_speculation_changes_the_answer(project: Path, trained: Path, cli: Cli) -> None:
@@ -180,8 +210,9 @@ def two_ranks(project: Path, start: Callable[..., tuple[int, str, str]]) -> tupl
 
 def test_every_process_writes(project: Path, two_ranks: tuple[Path, str]) -> None:
     folder, out = two_ranks
-    assert out.count("best measured tau") == 1 and out.count("states take") == 1
-    assert (project / "writes-1.txt").read_text() == ""
+    assert out.count("best measured tau") == 1 and out.count(" supervised: at most ") == 1
+    written = [line.split(maxsplit=1)[1] for line in (project / "writes-1.txt").read_text().splitlines()]
+    assert [path for path in written if "runs/two/states" not in path] == []  # the states are captured together
     assert "checkpoint.pt" in (project / "writes-0.txt").read_text()
     assert len((folder / "training/metrics.jsonl").read_text().splitlines()) == 2
     assert len((folder / "answers.jsonl").read_text().splitlines()) == 11
@@ -195,7 +226,7 @@ def test_two_processes_train_another_head(project: Path, trained: Path, two_rank
     shutil.copy(trained / "answers.jsonl", alone)
     result = cli("train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", alone, "--set", "training.accumulation=2")
     assert result.exit_code == 0, result.output
-    assert "10 steps" in result.stdout
+    assert "9 steps" in result.stdout
     both, one = (load_file(f / "last/model.safetensors") for f in (folder, alone))
     for name, tensor in one.items():
         torch.testing.assert_close(both[name], tensor, atol=2e-5, rtol=1e-3)

@@ -1,7 +1,9 @@
 """From answers to rows: what is trained on, what is kept out, what is thrown away and why; and how a run opens its processes."""
 
 import json
+import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,58 +11,124 @@ import torch
 
 from spectrain.cli import stages
 from spectrain.config import Recipe, TrainingConfig, load_config
-from spectrain.data.formats import Conversation
-from spectrain.data.masking import Row
+from spectrain.data.formats import Message, read_conversations
+from spectrain.data.rows import Row
 from spectrain.target.model import Target
 from spectrain.training import setup
 
+Said = tuple[str, str, list[Message]]
 
-def said(number: int, domain: str, question: str = "w9", answer: str = "w10 w11", system: str = "") -> Conversation:
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+def said(number: int, domain: str, question: str = "", answer: str = "w10 w11", system: str = "") -> Said:
+    asked = question or f"w{20 + number % 70} w{21 + number // 70} {'w30' if domain == 'red' else 'w31'}"
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     first = [{"role": "system", "content": system}] if system else []
-    return Conversation(id=f"{domain}-{number}", domain=domain, messages=(*first, *messages))
+    return f"{domain}-{number}", domain, [*first, *messages]
 
 
-@pytest.fixture
-def recipe(project: Path) -> Recipe:
-    return load_config(Recipe, project / "recipes/tiny.yaml", ["data.validation_per_domain=2"])
+def write(path: Path, conversations: Sequence[Said]) -> Path:
+    lines = [{"id": name, "domain": domain, "messages": messages} for name, domain, messages in conversations]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
 
-def test_checkpoint_is_chosen_on_rows_that_were_trained_on(recipe: Recipe, target: Target, tmp_path: Path) -> None:
+def recipe_with(project: Path, *overrides: str) -> Recipe:
+    return load_config(Recipe, project / "recipes/tiny.yaml", [f"data.prepare.{text}" for text in overrides])
+
+
+def test_checkpoint_is_chosen_on_rows_that_were_trained_on(project: Path, target: Target, tmp_path: Path) -> None:
     """EV3: two a domain are kept out, none of them with a long prompt, and no conversation is on both sides or on none."""
     long = " ".join(["w9"] * stages.PROBE_PROMPT_TOKENS)
     conversations = [said(0, "red", long), *(said(i, d) for d in ("red", "blue") for i in range(1, 6))]
-    data = stages.make_rows(recipe, target, conversations, tmp_path)
-    kept_out, trained = {c.id for c in data.validation}, {row.id for row in data.rows}
-    assert Counter(c.domain for c in data.validation) == {"red": 2, "blue": 2} and "red-0" not in kept_out
-    assert kept_out | trained == {c.id for c in conversations} and not kept_out & trained
+    file = write(tmp_path / "answers.jsonl", conversations)
+    for seed in range(4):
+        recipe = recipe_with(project, "validation_per_domain=2", f"validation_prompt_tokens={stages.PROBE_PROMPT_TOKENS}", f"seed={seed}")
+        data = stages.make_rows(recipe, target, file, tmp_path / str(seed))
+        kept_out, trained = {row.id for row in data.validation}, {row.id for row in data.rows}
+        assert Counter(row.domain for row in data.validation) == {"red": 2, "blue": 2} and "red-0" not in kept_out
+        assert kept_out | trained == {name for name, _, _ in conversations} and not kept_out & trained
 
 
-def test_rejected_rows_are_not_told(recipe: Recipe, target: Target, tmp_path: Path) -> None:
-    """RB1: a line with the reason for each; a second process writes none."""
-    unanswered = Conversation("red-9", "red", ({"role": "user", "content": "w9"},))
+def test_rejected_rows_are_not_told(project: Path, target: Target, tmp_path: Path) -> None:
+    """RB1: a line with the reason for each, and how many; what only reads the rows writes nothing."""
+    unanswered = ("red-9", "red", [{"role": "user", "content": "w9"}])
     late = said(8, "red", " ".join(["w9"] * 700))
-    conversations = [*(said(i, "red") for i in range(4)), unanswered, late]
-    data = stages.make_rows(recipe, target, conversations, tmp_path / "new")
-    told = [json.loads(line) for line in (tmp_path / "new/rejected.jsonl").read_text().splitlines()]
-    assert told == data.rejected and [row["id"] for row in told] == ["red-9", "red-8"]
-    assert "no token of an assistant turn" in told[0]["reason"] and len(data.rows) == 2
-    assert stages.make_rows(recipe, target, conversations, None) == data
-    assert [p.name for p in tmp_path.iterdir()] == ["new"]
+    file = write(tmp_path / "answers.jsonl", [*(said(i, "red") for i in range(4)), unanswered, late])
+    recipe, out = recipe_with(project, "max_length=640", "validation_per_domain=2"), tmp_path / "new"
+    data = stages.make_rows(recipe, target, file, out)
+    told = [json.loads(line) for line in (out / "rows/rejected.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["row"], Path(row["file"]).name) for row in told] == [("red-9", 5, file.name), ("red-8", 6, file.name)]
+    assert "no answer to learn from" in told[0]["why"] and told[0]["reason"] and told[1]["why"]
+    assert len(data.rows) == len(data.validation) == 2
+    lines = stages.rows_line(data).splitlines()
+    assert lines[0] == f"2 rows to train on, 2 kept out, 2 rejected ({out}/rows/rejected.jsonl)"
+    assert lines[1].startswith("warning: ") and len(lines) == 2
+    before = {p: p.stat().st_mtime_ns for p in sorted(tmp_path.rglob("*"))}
+    again = stages.read_rows(recipe, target, out)
+    assert ([*again.rows], [*again.validation]) == ([*data.rows], [*data.validation]) and again.report is None
+    assert {p: p.stat().st_mtime_ns for p in sorted(tmp_path.rglob("*"))} == before
+    assert stages.rows_line(again) == "2 rows to train on, 2 kept out"
 
 
-def test_head_of_the_list_is_taken_for_the_mixture() -> None:
-    """EV3: 60 of 120 rows are half of each domain, whatever their order, each once."""
-    rows = [Row(f"{d}{i}", d, (1,), (1,)) for d, n in (("a", 100), ("b", 20)) for i in range(n)]
-    for given in (rows, rows[::-1]):
-        taken = stages._spread(given, 60)
-        assert Counter(row.domain for row in taken) == {"a": 50, "b": 10} and len({row.id for row in taken}) == 60
-    assert stages._spread(rows, None) == rows == stages._spread(rows, 120)
+def test_head_of_the_list_is_taken_for_the_mixture(project: Path, target: Target, tmp_path: Path) -> None:
+    """EV3: 60 of 120 rows are half of each domain, the same whatever their order, each once."""
+    rows = [said(i, d) for d, n in (("red", 100), ("blue", 20)) for i in range(n)]
+    found = []
+    for name, given in (("a", rows), ("b", rows[::-1])):
+        file = write(tmp_path / f"{name}.jsonl", given)
+        taken = stages.make_rows(recipe_with(project, "max_rows=60", "validation_per_domain=0"), target, file, tmp_path / name).rows
+        assert Counter(taken.domains.tolist()) == {"red": 50, "blue": 10} and len({row.id for row in taken}) == 60
+        found.append({row.id for row in taken})
+    assert found[0] == found[1]
+    every = stages.make_rows(recipe_with(project, "max_rows=120", "validation_per_domain=0"), target, file, tmp_path / "c").rows
+    assert len(every) == 120
 
 
-def test_system_message_is_asked_as_a_question() -> None:
-    assert stages._prompt(said(1, "red", "w20", system="w30")).chat == [{"role": "user", "content": "w20"}]
-    assert stages._prompt(said(1, "red", "w20")).chat == [{"role": "user", "content": "w20"}]
+def test_prompt_that_cannot_be_asked_is_lost(project: Path, target: Target, tmp_path: Path) -> None:
+    """A control token in a prompt: told, with the reason in a file; the others are answered."""
+    prompts = [{"id": str(i), "domain": "red", "prompt": f"w9 w{20 + i}"} for i in range(3)]
+    prompts[1]["prompt"] += " <end>"
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    settings = ["data.answers.prompts=prompts.jsonl", "data.answers.mix={red: 3}", "data.answers.max_new_tokens=4"]
+    recipe, told = load_config(Recipe, project / "recipes/tiny.yaml", settings), []
+    file = stages.answers_file(recipe, target, tmp_path, tmp_path / "run", fresh=True, say=told.append)
+    assert file is not None and {c.id for c in read_conversations(file)} == {"0", "2"}
+    assert told == [f"1 prompts could not be asked; the reasons are in {tmp_path}/run/answers.rejected.jsonl"]
+    (reason,) = [json.loads(line) for line in (tmp_path / "run/answers.rejected.jsonl").read_text().splitlines()]
+    assert reason["id"] == "1" and "control token '<end>'" in reason["reason"]
+
+
+def test_rows_of_another_target_are_learnt(project: Path, target: Target, tmp_path: Path) -> None:
+    """`data.rows`: another template or tokenizer is refused, by what differs; the answers of the recipe play no part."""
+    file = write(tmp_path / "answers.jsonl", [said(i, "red") for i in range(4)])
+    rows = stages.make_rows(recipe_with(project), target, file, tmp_path).rows
+    named = load_config(Recipe, project / "recipes/tiny.yaml", [f"data.rows={rows.folder}", "data.answers=null"])
+    assert [*stages.make_rows(named, target, None, tmp_path / "none").rows] == [*rows] and not (tmp_path / "none").exists()
+    shutil.copytree(rows.folder, tmp_path / "other")
+    record = json.loads((tmp_path / "other/prepared.json").read_text())
+    for key in ("template_sha256", "tokenizer_sha256"):
+        changed = {**record, "fingerprints": {**record["fingerprints"], key: "0"}}
+        (tmp_path / "other/prepared.json").write_text(json.dumps(changed))
+        wrong = load_config(Recipe, project / "recipes/tiny.yaml", [f"data.rows={tmp_path}/other"])
+        with pytest.raises(ValueError, match=f"other was prepared for another target .{key} differs.; run `spectrain prepare`"):
+            stages.make_rows(wrong, target, None, tmp_path / "none")
+
+
+def test_acceptance_is_measured_on_other_prompts(project: Path, target: Target, tmp_path: Path) -> None:
+    """The probe asks what the rows asked, with their system message; domains in turns, and rows without a prompt are left out."""
+    conversations = [said(i, "red", system="w50 w51") for i in range(40)] + [said(i, "blue") for i in range(3)]
+    recipe = recipe_with(project, "validation=0.8", "validation_per_domain=0")
+    data = stages.make_rows(recipe, target, write(tmp_path / "answers.jsonl", conversations), tmp_path)
+    asked = {name: target.encode(messages[:-1]) for name, _, messages in conversations}
+    taken = stages.probe_rows(data.validation)
+    assert len({row.id for row in taken}) == len(taken) == stages.PROBE_ROWS < len(data.validation)
+    assert all(row.prompt_ids == asked[row.id] for row in taken)
+    blue = sum(row.domain == "blue" for row in data.validation)
+    assert Counter(row.domain for row in taken[: 2 * blue]) == {"red": blue, "blue": blue} and blue >= 2
+    long, text = Row("l", "red", [9] * 300, [0] * 299 + [1]), Row("t", "red", [9] * 3, [1] * 3)
+    short = [Row(str(i), "red", [9] * 4, [0, 0, 1, 1]) for i in range(stages.PROBE_ROWS)]
+    assert stages.probe_rows([long, text, *short]) == short and stages.probe_rows([text, long]) == [long]
+    assert stages.probe_rows([text]) == []
 
 
 def test_accumulated_gradients_are_divided_twice(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from spectrain.config import Suite
 from spectrain.data.formats import Prompt
+from spectrain.data.rows import Row
 from spectrain.decoding.generate import StepRecord, generate
 from spectrain.decoding.shapes import Chain, Tree
 from spectrain.evaluation import measure
@@ -320,7 +321,10 @@ def test_probe_weighs_domains_by_their_prompts(target: Target, scripted: Any) ->
                 return [(t, n) for n, t in enumerate(tokens[len(ids) - len(start) :][:3])] or [(0, 0)]
         return [(0, 0)]
 
-    probe = acceptance_probe(target, PROMPTS[:4], Chain(3), 9, lambda head: scripted(head))
+    asked = [target.encode(p.chat) for p in PROMPTS[:4]]
+    masks = [[0] * len(ids) + [1, 1] for ids in asked]  # the answers of the rows play no part
+    given = [Row(p.id, p.domain, [*ids, 9, 1], mask) for p, ids, mask in zip(PROMPTS, asked, masks, strict=False)]
+    probe = acceptance_probe(target, given, Chain(3), 9, lambda head: scripted(head))
     rows = generate(target, [p.chat for p in PROMPTS[:4]], drafter=scripted(script), shape=Chain(3), max_new_tokens=9).rows
     sums = {d: [0, 0] for d in ("even", "odd")}
     for prompt, row in zip(PROMPTS, rows, strict=False):

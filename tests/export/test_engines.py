@@ -299,8 +299,9 @@ def test_folder_alone_rebuilds_the_head(head_dir: Path, tmp_path: Path) -> None:
     L, steps = 10, 3
     states, embed_VH, ids_L = target_states(head_config(), L)
     batch = SimpleNamespace(
-        ids_BL=ids_L[None], mask_BL=torch.ones(1, L, dtype=torch.bool), states_BLF=torch.cat([states[i] for i in (2, 4, 5)], -1)[None]
-    )
+        ids_BL=ids_L[None], mask_BL=torch.ones(1, L, dtype=torch.bool), states_BLF=torch.cat([states[i] for i in (2, 4, 5)], -1)[None],
+        doc_BL=None, position_BL=None,
+    )  # fmt: skip
     row_R = torch.arange(L - steps)
     with torch.no_grad():
         pairs = list(load_head(head_dir).rows(batch, row_R, embed_VH, steps))

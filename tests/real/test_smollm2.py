@@ -12,7 +12,7 @@ import spectrain as st
 from spectrain.cli import stages
 from spectrain.cli.wiring import as_drafter
 from spectrain.config import Recipe, Suite, load_config
-from spectrain.data.formats import Prompt
+from spectrain.data.formats import Prompt, read_conversations
 from spectrain.data.masking import encode_conversation
 from spectrain.evaluation.measure import Arm, Records, compare, measure_tau, suite_prompts
 from spectrain.target.model import Target
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def recipe() -> Recipe:
-    overrides = ["data.max_rows=48", "training.epochs=1", "training.tokens_per_step=256", "data.validation_per_domain=1"]
+    overrides = ["data.prepare.max_rows=48", "training.epochs=1", "training.tokens_per_step=256", "data.prepare.validation_per_domain=1"]
     return load_config(Recipe, ROOT / "recipes/eagle3_smollm2.yaml", overrides)
 
 
@@ -47,9 +47,10 @@ def target(recipe: Recipe, out: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def head(recipe: Recipe, target: Target, out: Path) -> Any:
-    conversations = stages.read_answers(recipe.data.answers, target, ROOT, None)
-    data = stages.make_rows(recipe, target, conversations, out)
-    assert len(data.rows) == 48 and len(data.validation) == len(recipe.data.answers.mix)
+    answers = recipe.data.answers
+    assert answers is not None
+    data = stages.make_rows(recipe, target, stages.read_answers(answers, target, ROOT, None), out)
+    assert len(data.rows) == 48 and len(data.validation) == len(answers.mix)
     accelerator = Accelerator(cpu=True)
     store = stages.capture_states(recipe, target, data, out, accelerator, print)
     result, coverage = stages.run_training(recipe, target, data, store, out, accelerator, print)
@@ -86,15 +87,15 @@ def test_mask_on_the_real_template(target: Target) -> None:
 
 
 def test_prompt_ids_are_the_beginning_of_the_training_row(recipe: Recipe, target: Target) -> None:
-    for conversation in stages.read_answers(recipe.data.answers, target, ROOT, None)[::50]:
+    assert recipe.data.answers is not None
+    for conversation in read_conversations(stages.read_answers(recipe.data.answers, target, ROOT, None))[::50]:
         row = encode_conversation(target.tokenizer, conversation)
-        prompt = target.encode(conversation.messages[:-1])
-        assert list(row.ids_L[: len(prompt)]) == prompt
-        assert row.mask_L.index(1) == len(prompt)
+        prompt = target.encode(list(conversation.messages[:-1]))
+        assert row.ids_L[: len(prompt)].tolist() == prompt == row.prompt_ids
         if conversation.finish_reason == "length":
             assert row.ids_L[-1] not in target.eos_ids
         else:
-            assert row.ids_L[[i for i, m in enumerate(row.mask_L) if m][-1]] in target.eos_ids
+            assert row.supervised_ids[-1] in target.eos_ids
 
 
 def test_every_drafter_gives_the_tokens_of_plain_decoding(target: Target, head: Any, prompts: list[Prompt], tmp_path: Path) -> None:
