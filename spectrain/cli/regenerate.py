@@ -10,13 +10,13 @@ from jinja2 import TemplateError
 from rich.console import Console
 
 from spectrain.config import RegenerateConfig, override, validate
-from spectrain.data.answers import Answer, AnswerFile, Dialogue, Tally, check_settings
+from spectrain.data.answers import Answer, AnswerFile, Dialogue, Tally, beside
 from spectrain.data.endpoint import Endpoint, answer_through, look
 from spectrain.data.formats import Message, convert, detect
 from spectrain.data.masking import check_messages
 from spectrain.data.questions import question_of, settings_of
 from spectrain.data.regenerate import answer_in_batches, odd_answers, open_dialogues, split_reasoning
-from spectrain.data.sources import Source, find_sources
+from spectrain.data.sources import Source, check_columns, find_sources
 from spectrain.data.templates import SWITCHES, Template
 from spectrain.decoding.generate import generate
 from spectrain.target.model import Target, load_target
@@ -36,18 +36,16 @@ def regenerate(
     values: dict[str, Any] = {}
     override(values, overrides)
     config = validate(RegenerateConfig, values, where="--set")
-    sources = find_sources(inputs)  # before the target is loaded, which takes long
-    if any(out.exists() and Path(source.name).exists() and out.samefile(source.name) for source in sources):
-        raise ValueError(f"{out} is one of the inputs; answers go into a file of their own")
+    sources = find_sources(inputs, ours=(out, *beside(out)))  # before the target is loaded, which takes long
     console = Console(stderr=True, soft_wrap=True)
     if target:
-        tally = _by_target(inputs, load_target(target, dtype=dtype, revision=revision), config, out, console.print)
+        tally = _by_target(sources, load_target(target, dtype=dtype, revision=revision), config, out, console.print)
     else:
         server = Endpoint(
             endpoint, model, api_key(api_key_env, api_key_file), config.concurrency, config.retries, config.timeout,
             config.thinking_key or SWITCHES[0], config.extra_body,
         )  # fmt: skip
-        tally = _by_server(inputs, server, config, out, console.print)
+        tally = _by_server(sources, server, config, out, console.print)
     for line in summary(tally, out):
         console.print(line, highlight=False, markup=False)
     if as_json:
@@ -57,44 +55,44 @@ def regenerate(
         raise ValueError(f"nothing was answered ({reason}); every reason is in {out.with_suffix('.rejected.jsonl')}")
 
 
-def _by_target(inputs: Sequence[str], target: Target, config: RegenerateConfig, out: Path, say: Callable[[str], None]) -> Tally:
+def _by_target(sources: Sequence[Source], target: Target, config: RegenerateConfig, out: Path, say: Callable[[str], None]) -> Tally:
     answerer = TargetAnswerer(target, config)
     settings = config.model_dump(mode="json", exclude=ELSEWHERE | {"extra_body"})
-    check_settings(out, {**settings, **target.fingerprints}, made_with(target, {"command": "spectrain regenerate"}))
+    made = made_with(target, {"command": "spectrain regenerate"})
     identity = {**target.fingerprints, **({"thinking_key": answerer.switch} if config.thinking != "default" else {})}
-    with AnswerFile(out) as file:
+    with AnswerFile(out, {**settings, **target.fingerprints}, made) as file:
         file.check = lambda dialogue: odd_answers(answerer.template, dialogue)
-        dialogues = _open(inputs, config, identity, file, say)
+        dialogues = _open(sources, config, identity, file, say)
         return answer_in_batches(
             dialogues, answer=answerer, file=file, batch_size=config.batch_size, length=answerer.length, model=target.name
         )
 
 
-def _by_server(inputs: Sequence[str], endpoint: Endpoint, config: RegenerateConfig, out: Path, say: Callable[[str], None]) -> Tally:
+def _by_server(sources: Sequence[Source], endpoint: Endpoint, config: RegenerateConfig, out: Path, say: Callable[[str], None]) -> Tally:
     server = look(endpoint)
     identity = {"model": server.model, "extra_body": config.extra_body, "thinking_key": endpoint.thinking_key}
     settings = {**config.model_dump(mode="json", exclude=ELSEWHERE), **identity}
-    check_settings(out, settings, {"command": "spectrain regenerate", "endpoint": endpoint.url, "server": server.own})
-    with AnswerFile(out) as file:
-        dialogues = _open(inputs, config, identity, file, say)
+    with AnswerFile(out, settings, {"command": "spectrain regenerate", "endpoint": endpoint.url, "server": server.own}) as file:
+        dialogues = _open(sources, config, identity, file, say)
         return answer_through(dialogues, endpoint, file, total=len(dialogues)) if dialogues else file.tally
 
 
 def _open(
-    inputs: Sequence[str], config: RegenerateConfig, identity: Mapping[str, Any], file: AnswerFile, say: Callable[[str], None]
+    sources: Sequence[Source], config: RegenerateConfig, identity: Mapping[str, Any], file: AnswerFile, say: Callable[[str], None]
 ) -> list[Dialogue]:
     def settings(item: Any) -> Mapping[str, Any]:
         return settings_of(config, question_of(item), identity)
 
-    dialogues = open_dialogues(read_items(inputs, config, file, say), settings, file, limit=config.max_rows)
+    dialogues = open_dialogues(read_items(sources, config, file, say), settings, file, limit=config.max_rows)
     there = f", {file.tally.there} are there" if file.tally.there else ""
     say(f"{len(dialogues)} to answer{there}, {file.tally.rejected} rejected")
     return dialogues
 
 
-def read_items(inputs: Sequence[str], config: RegenerateConfig, file: AnswerFile, say: Callable[[str], None]) -> Iterator[Any]:
+def read_items(sources: Sequence[Source], config: RegenerateConfig, file: AnswerFile, say: Callable[[str], None]) -> Iterator[Any]:
     """Every usable row of the inputs; the others are rejected with file, row and reason."""
-    for source in find_sources(inputs):
+    check_columns(sources, config.columns)
+    for source in sources:
         dialect: str = config.format
         if dialect == "auto":
             dialect = _dialect(source, config)

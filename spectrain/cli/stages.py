@@ -215,6 +215,10 @@ def capture_states(recipe: Recipe, target: Target, data: Data, out: Path, accele
     )  # fmt: skip
     accelerator.wait_for_everyone()
     store = FeatureStore(where, data.rows, on_damage=config.on_damage)
+    for name, reason in store.skipped.items():
+        say(f"warning: {name} is left out: {reason}")
+    if store.skipped:
+        say(f"warning: {store.skipped_rows} of {len(data.rows)} rows have no states and are not trained on")
     say(f"states checked: {check_store(store, target).text()}")
     return store
 
@@ -234,6 +238,8 @@ def run_training(
     head = new_head(recipe.head, target, data.rows, seed=recipe.training.seed, counts_V=counts_V)
     inputs = {"rows": data.rows.rows_sha256, "head": recipe.head.model_dump(mode="json"), **target.fingerprints}
     settings = recipe.training.model_dump(mode="json", exclude={"max_minutes", "checkpoint_minutes", "tracker", "accumulation"})
+    if left_out := getattr(samples, "skipped", None):  # another order of rows: not to be resumed as the same run
+        inputs["left_out"] = sorted(left_out)
     settings["states"] = "online" if recipe.data.online else recipe.data.capture.model_dump(mode="json", include={"states", "last"})
     identity = hashlib.sha256(json.dumps([inputs, settings], sort_keys=True).encode()).hexdigest()
     record = made_with(target, {"rows_sha256": inputs["rows"], "layer_ids": list(head.layer_ids), "recipe": recipe.name})

@@ -99,17 +99,20 @@ class Tally:
 class AnswerFile:
     """The file, open for appending by this process alone; `done` are the ids of the answers it holds, by key.
 
-    Raises ValueError when another process writes it, or when a line in the middle is damaged.
+    settings, made: as of `check_settings`, which looks before anything is changed. Raises ValueError when another process writes
+    the file, when it holds answers of other settings, or when a line in the middle is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None, made: Mapping[str, Any] | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.tally = path, Tally()
         self.check: Callable[[Dialogue], int] | None = None  # counts answers whose text does not give their tokens back
-        self._rejected = path.with_suffix(".rejected.jsonl")
+        self._rejected, _ = beside(path)
         self._file = path.open("ab")
         try:
             self._lock()
+            if settings is not None:
+                check_settings(path, settings, made or {})
             mend(path)
             self.done = {str(row["key"]): str(row.get("id", "")) for _, row in read_jsonl(path) if "key" in row}
             self._rejects = self._rejected.open("wb")
@@ -169,6 +172,11 @@ class AnswerFile:
         self._synced = time.monotonic()
 
 
+def beside(path: Path) -> tuple[Path, Path]:
+    """Where the rejects and the settings of a file of answers stand."""
+    return path.with_suffix(".rejected.jsonl"), path.with_suffix(".made_with.json")
+
+
 def mend(path: Path) -> None:
     """Cut off a last line without its line feed, which a kill in the middle of a write leaves behind."""
     with path.open("r+b") as file:
@@ -191,7 +199,7 @@ def check_settings(path: Path, settings: Mapping[str, Any], made: Mapping[str, A
 
     made: versions and the like, kept beside the settings for people.
     """
-    record = path.with_suffix(".made_with.json")
+    _, record = beside(path)
     settings = json.loads(json.dumps(settings))
     if path.exists() and path.stat().st_size:
         if not record.exists():

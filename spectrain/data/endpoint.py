@@ -17,6 +17,7 @@ import httpx2
 from tqdm import tqdm
 
 from spectrain.data.answers import Answer, AnswerFile, Dialogue, Tally
+from spectrain.data.dialects import kind
 from spectrain.data.formats import CUT, Message
 from spectrain.data.questions import seed_of
 from spectrain.data.regenerate import split_reasoning
@@ -60,6 +61,10 @@ class Endpoint:
 
 class Stop(ValueError):
     """A fault that every row would meet."""
+
+
+class Refused(ValueError):
+    """A fault of one row: the server is there, and has no answer to it."""
 
 
 @dataclass
@@ -125,6 +130,7 @@ class _Work:
     bar: Any
     begin: float
     failed: int = 0  # rows in succession
+    last: str = ""  # what the last of them met
 
     async def run(self) -> None:
         """One conversation after the other."""
@@ -140,9 +146,7 @@ class _Work:
         except Stop:
             raise
         except ValueError as error:
-            self.failed += 1
-            if self.failed >= GIVE_UP:
-                raise Stop(f"{self.failed} rows in succession without an answer; the last: {error}") from error
+            self._count(error)
             if dialogue.answers:  # the turns before this one stand
                 self.file.write([dialogue], self.asker.server.model)
             else:
@@ -152,6 +156,15 @@ class _Work:
         if not more:
             self.file.write([dialogue], self.asker.server.model)
         return more
+
+
+    def _count(self, error: ValueError) -> None:
+        """Stop when the fault is no row's: the server's own row after row, or one refusal of all rows where none was ever answered."""
+        tally = self.file.tally
+        own = isinstance(error, Refused) and (tally.answered + tally.there > 0 or str(error) != self.last)
+        self.failed, self.last = 1 if own else self.failed + 1, str(error)
+        if self.failed >= GIVE_UP:
+            raise Stop(f"{self.failed} rows in succession without an answer; the last: {error}") from error
 
 
 class _Asker:
@@ -215,7 +228,7 @@ class _Asker:
                 if response.status_code < 300:
                     return _object(response)
                 fault, asked = self._judge(response), _retry_after(response)
-            except (httpx2.TransportError, _Garbled) as error:  # time-outs and lost connections among them
+            except (httpx2.RequestError, _Garbled) as error:  # time-outs, lost connections, damaged bodies
                 fault = f"{type(error).__name__} {error}".strip()
             if attempt < endpoint.retries:
                 await asyncio.sleep(pause(attempt, first=endpoint.first_pause, asked=asked))
@@ -229,8 +242,10 @@ class _Asker:
             raise Stop(f"{self._base} refuses the key ({status}: {words}); give the right one with --api-key-env or --api-key-file")
         if status == 404:
             raise _NoPage(words)
+        if status < 400:
+            raise Stop(f"{self._base} sends us on to {response.headers.get('location', 'nowhere')} ({status}); give that address instead")
         if status not in AGAIN:
-            raise ValueError(f"refused by the server: {status} {words}")
+            raise Refused(f"refused by the server: {status} {words}")
         return f"{status} {words}"
 
 
@@ -288,22 +303,34 @@ def _sent(message: Message, *, reasoning: bool) -> Message:
 
 
 def _read(reply: Mapping[str, Any]) -> Answer:
-    """The answer in a reply; ValueError for one that ended in another way than an answer ends."""
+    """The answer in a reply; Refused for one that ended in another way than an answer ends."""
     choices = reply.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0].get("message"), dict):
-        raise ValueError(f"the server's reply holds no answer: {json.dumps(reply)[:200]}")
-    choice, message = choices[0], choices[0]["message"]
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or not isinstance(message, dict):
+        raise Refused(f"the server's reply holds no answer: {json.dumps(reply)[:200]}")
     reason = choice.get("finish_reason")
     reason = "length" if reason in CUT else reason
     if reason not in ("stop", "length"):
-        raise ValueError(f"finish reason {reason!r}: needed stop or length")
-    text, reasoning = message.get("content") or "", message.get("reasoning_content") or message.get("reasoning") or ""
+        raise Refused(f"finish reason {reason!r}: needed stop or length")
+    text, reasoning = _said(message, "content"), _said(message, "reasoning_content") or _said(message, "reasoning")
     if not reasoning:
         reasoning, text = split_reasoning(text)
     else:
         reasoning, text = reasoning.strip("\n"), text.lstrip("\n")
-    usage, ids = reply.get("usage") or {}, tuple(choice.get("token_ids") or ())
+    listed = choice.get("token_ids")
+    ids = tuple(listed) if isinstance(listed, list) and all(type(i) is int for i in listed) else ()
+    usage = reply.get("usage")
+    counts = {name: n for name, n in usage.items() if type(n) is int} if isinstance(usage, dict) else {}
     return Answer(
-        text=text, reasoning=reasoning, finish_reason=reason, ids=ids, tokens=int(usage.get("completion_tokens") or len(ids)),
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        text=text, reasoning=reasoning, finish_reason=reason, ids=ids, tokens=counts.get("completion_tokens", len(ids)),
+        prompt_tokens=counts.get("prompt_tokens", 0),
     )  # fmt: skip
+
+
+def _said(message: Mapping[str, Any], key: str) -> str:
+    """Text of a reply that may be missing or null."""
+    value = message.get(key)
+    if value is not None and not isinstance(value, str):
+        raise Refused(f"`{key}` of the reply is {kind(value)}; needed text")
+    return value or ""

@@ -23,7 +23,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from spectrain.data.dialects import Message, check_media, check_order, checked, json_value, kind, numbered, to_messages, to_tools, usable_text
+from spectrain.data.dialects import (
+    Message,
+    check_media,
+    check_order,
+    checked,
+    json_value,
+    kind,
+    numbered,
+    to_messages,
+    to_tools,
+    usable_text,
+)
 from spectrain.data.token_rows import MASKS, ids_and_mask
 
 CHATS = ("messages", "conversations", "conversation")

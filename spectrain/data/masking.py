@@ -7,7 +7,7 @@ spectrain/data/plans.py does it fast, spectrain/data/templates.py knows what a t
 Legend: L tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from spectrain.data.formats import Conversation, Prompt, Text, Tokens
 from spectrain.data.plans import Plan, Planner
 from spectrain.data.rows import Ids, Mask, Row
-from spectrain.data.templates import PROBE, Messages, Template, text_of, texts_of
+from spectrain.data.templates import PROBE, REASONING_KEYS, ControlTokens, Messages, Template, text_of, texts_of
 from spectrain.data.turns import Settings, Tools, say
 
 Item = Conversation | Prompt | Text | Tokens
@@ -83,16 +83,27 @@ def check_messages(template: Template, messages: Messages, tools: Tools) -> list
         if not isinstance(role, str):
             raise ValueError(f"turn {turn + 1}: needed a message with a role, found {message!r:.80}")
         content = text_of(message, turn)
+        if len(message) > 2:
+            _check_extras(message, turn)
         for text in (role, content) if len(message) == 2 else texts_of({**message, "content": content}):
-            _check_text(template, role, text, turn)
+            _check_text(template.control_token, role, text, turn)
         checked.append(message if message.get("content") is content else {**message, "content": content})
     for text in texts_of({"tools": tools}) if tools else ():
-        _check_text(template, "tools", text)
+        _check_text(template.control_token, "tools", text)
     return checked
 
 
-def _check_text(template: Template, role: str, text: str, turn: int | None = None) -> None:
-    found, broken = template.control_token(role, text), -1
+def _check_extras(message: Mapping[str, Any], turn: int) -> None:
+    for key in REASONING_KEYS:
+        if not isinstance(message.get(key) or "", str):
+            raise ValueError(f"turn {turn + 1}: `{key}` must be text, found {type(message[key]).__name__}")
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, list | tuple) or not all(isinstance(c, Mapping) and isinstance(c.get("function"), Mapping) for c in calls):
+        raise ValueError(f"turn {turn + 1}: needed a list of tool calls, each with a function's name and arguments, found {calls!r:.80}")
+
+
+def _check_text(find: Callable[[str, str], str | None], role: str, text: str, turn: int | None = None) -> None:
+    found, broken = find(role, text), -1
     if not text.isascii():
         try:
             text.encode()
@@ -203,12 +214,14 @@ class ChatEncoder:
     def _text(self, item: Text) -> Encoded:
         """Plain text under the tokenizer's own special tokens. All of it is what the model would generate, but for special tokens in
         front: the serving loop puts these there."""
-        if self.template:
-            _check_text(self.template, "assistant", item.text)
+        _check_text(self.template.control_token if self.template else self._special_token, "assistant", item.text)
         ids = self.tokenizer(item.text)["input_ids"]
         special = set(self.tokenizer.all_special_ids)
         lead = next((i for i, token in enumerate(ids) if token not in special), len(ids))
         return self._single(item, ids, [0] * lead + [1] * (len(ids) - lead))
+
+    def _special_token(self, role: str, text: str) -> str | None:
+        return ControlTokens(self.tokenizer, {i for i, one in self.tokenizer.added_tokens_decoder.items() if one.special}).find(text)
 
     def _tokens(self, item: Tokens) -> Encoded:
         ids, mask = [int(i) for i in item.ids], [int(m) for m in item.mask]

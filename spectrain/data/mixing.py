@@ -38,7 +38,7 @@ def shares(rows: Mapping[str, int], weights: Mapping[str, float] | None, total: 
         raise ValueError(f"training.domain_weights: {'; '.join(faults)}; {there}; give each a weight (0 leaves one out)")
     whole = sum(weights.values())
     if not math.isfinite(whole):
-        raise ValueError(f"training.domain_weights adds up to {whole} ({', '.join(sorted(rows))}); needed finite shares such as 0.7 and 0.3")
+        raise ValueError(f"training.domain_weights adds up to {whole} ({', '.join(sorted(rows))}); needed finite shares (0.7, 0.3)")
     if not whole > 0:
         raise ValueError(f"training.domain_weights gives every domain 0 ({', '.join(sorted(rows))}); needed one above 0")
     exact = {d: total * weights[d] / whole for d in sorted(rows)}

@@ -69,32 +69,51 @@ def signature_of(template: Template, messages: Messages, tools: Tools, *, cut: b
     for message in messages:
         role, content = message["role"], message.get("content") or ""
         said = speech_of(message, cut=cut) if role == "assistant" and not is_plain(message) else None
+        if said and said.inline and CLOSE not in content:  # cut off while it thought: no two are sure to be rendered alike
+            return None
         words = said.answer if said else content
         if markers and any(marker in words or (said and marker in (said.reasoning or "")) for marker in markers):
             return None
-        filled = bool(words) and not words.isspace()
+        filled = _form(words, exact=template.facts.strips)
+        thought = said and said.reasoning is not None and _form(said.reasoning, exact=template.facts.strips)
         if len(message) == 2 and said is None:
             parts.append((role, filled))
             continue
         parts.append((
-            role, filled, said and (said.reasoning is not None, said.reasoned, said.inline), len(message.get("tool_calls") or ()),
+            role, filled, said and (said.inline, thought), len(message.get("tool_calls") or ()),
             *(key for key in message if key != "content" and key not in REASONING_KEYS and message[key]),
         ))  # fmt: skip
     return tuple(parts)
 
 
-def probe_of(messages: Messages, words: Sequence[str], *, cut: bool) -> list[dict[str, Any]]:
+def _form(text: str, *, exact: bool) -> Any:
+    """What a template may ask of a text: whether there is any; `exact`: the space around it too, which it may strip."""
+    inner = text.strip()
+    return (bool(text), bool(inner), *(text.split(inner, 1) if inner else [text]) * exact)
+
+
+def _like(text: str, word: str, *, exact: bool) -> str:
+    """Another text of the same form."""
+    inner = text.strip()
+    return (text.replace(inner, word, 1) if exact else word) if inner else text
+
+
+def probe_of(template: Template, messages: Messages, words: Sequence[str], *, cut: bool) -> list[dict[str, Any]]:
     """A conversation of the same signature that says other things."""
-    made = []
+    made, exact = [], template.facts.strips
     for turn, message in enumerate(messages):
         word = f"{words[turn % len(words)]} {turn}"
         said = speech_of(message, cut=cut) if message["role"] == "assistant" else None
         one = {key: value for key, value in message.items() if key not in REASONING_KEYS}
-        one["content"] = word if (said.answer if said else message.get("content") or "").strip() else ""
-        if said and said.reasoning is not None and said.inline:
-            one["content"] = f"{OPEN}\n{f'since {word}' if said.reasoned else ''}\n{CLOSE}\n\n{one['content']}"
-        elif said and said.reasoning is not None:
-            one["reasoning_content"] = f"since {word}"
+        one["content"] = _like(said.answer if said else message.get("content") or "", word, exact=exact)
+        if said and said.reasoning is not None:
+            thought = _like(said.reasoning, f"since {word}", exact=exact)
+            if not said.inline:
+                one["reasoning_content"] = thought
+            elif exact:
+                one["content"] = f"{OPEN}{thought}{CLOSE}{one['content']}"
+            else:
+                one["content"] = f"{OPEN}\n{thought.strip()}\n{CLOSE}\n\n{one['content']}"
         if message.get("tool_calls"):
             one["tool_calls"] = [_other(call, word) for call in message["tool_calls"]]
         made.append(one)
@@ -153,17 +172,17 @@ class Planner:
     def _learn(self, messages: Messages, tools: Tools, *, cut: bool) -> Plan | None:
         """A plan that gives the rows of the definition for two probes, if there is one."""
         try:
-            probes = [probe_of(messages, words, cut=cut) for words in WORDS]
+            probes = [probe_of(self.template, messages, words, cut=cut) for words in WORDS]
             said = [say(self.template, probe, tools, self.settings, cut=cut) for probe in probes]
-        except ValueError:
-            return None
-        if said[0].left_out != said[1].left_out:
-            return None
-        for built in (False, True):
-            rows = [self._row(row, probes[0], tools, built=built, cut=cut) for row in said[0].rows]
-            plan = Plan(tuple(row for row in rows if row), said[0].left_out)
-            if all(rows) and all(self._holds(plan, probe, one, tools) for probe, one in zip(probes, said, strict=True)):
-                return plan
+            if said[0].left_out != said[1].left_out:
+                return None
+            for built in (False, True):
+                rows = [self._row(row, probes[0], tools, built=built, cut=cut) for row in said[0].rows]
+                plan = Plan(tuple(row for row in rows if row), said[0].left_out)
+                if all(rows) and all(self._holds(plan, probe, one, tools) for probe, one in zip(probes, said, strict=True)):
+                    return plan
+        except ValueError:  # no plan: the definition says of each conversation what is wrong with it
+            pass
         return None
 
     def _holds(self, plan: Plan, probe: Messages, said: Said, tools: Tools) -> bool:

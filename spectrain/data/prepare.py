@@ -23,7 +23,8 @@ from spectrain.data.identity import fingerprints
 from spectrain.data.journal import Journal, Stretch
 from spectrain.data.row_store import FORMAT, INDEX, PARTS, RECORD, Index, index_of, part_name, parts_sha256, record_batch, write_arrow
 from spectrain.data.rows import Row
-from spectrain.data.sources import RawRow, Source, find_sources
+from spectrain.data.sources import RawRow, Source, check_columns, find_sources
+from spectrain.data.templates import Template
 
 CHUNK_ROWS, CHUNK_CHARACTERS = 64, 200_000  # handed to a worker at once
 STRETCH_ROWS, STRETCH_TOKENS = 4096, 4_000_000  # done again, at most, after a stop; a stretch is held in memory
@@ -61,8 +62,14 @@ def _identity(sources: Sequence[Source], against: Sequence[Source], tokenizer: A
     return {
         "format": FORMAT, "mask_rule": MASK_RULE, "settings": config.model_dump(mode="json", exclude={"workers", "disjoint_from"}),
         "inputs": [[_short(s), s.fingerprint()] for s in sources], "disjoint_from": sorted(s.fingerprint() for s in against),
-        "tokenizer_rules": _behaviour(tokenizer), **fingerprints(tokenizer),
+        "tokenizer_rules": _behaviour(tokenizer), "template_date": _date(tokenizer, config), **fingerprints(tokenizer),
     }  # fmt: skip
+
+
+def _date(tokenizer: Any, config: PrepareConfig) -> str:
+    """The date that the chat template writes into every row; "" where it writes none."""
+    day = Template(tokenizer, config.template_kwargs).today() if tokenizer.chat_template else None
+    return day.isoformat() if day else ""
 
 
 @cache
@@ -81,7 +88,8 @@ def prepare(
     used, and, with the table of what each filter took, when no row is left to train on.
     """
     out = Path(out)
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, ours=(out,))
+    check_columns(sources, config.columns)
     against = find_sources(config.disjoint_from) if config.disjoint_from else []
     identity = _identity(sources, against, tokenizer, config) | {"stop_ids": sorted(stop_ids)}
     with journal.only_writer(out):
@@ -121,6 +129,8 @@ def _items(sources: Sequence[Source]) -> Iterator[Item]:
     """Evaluation prompts; here a row that cannot be used is an error, since it would be missed in silence."""
     for source in sources:
         dialect = _format(source, PrepareConfig())
+        if not dialect:
+            raise ValueError(f"{source.name}: no evaluation prompt can be read; mend or leave out --disjoint-from")
         for raw in source.rows():
             try:
                 if raw.value is None:

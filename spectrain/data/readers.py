@@ -53,15 +53,18 @@ def read_lines(file: BinaryIO, skip: int) -> Iterator[Read]:
 
 def read_json(file: BinaryIO, skip: int) -> Iterator[Read]:
     """Rows of a JSON document, or of JSON lines under that name."""
-    begun, first = b"", []
-    while len(first) < 2 and len(begun) < LIMIT and (line := file.readline(LIMIT)):
-        begun += line
-        if text := line.removeprefix(BOM).strip():
-            first.append(text)
-        if first and not first[0].startswith(b"{"):
-            break
-    # Of a document over several lines neither is an object by itself.
-    lines = len(first) == 2 and any(parsed(line)[0] is not None for line in first)
+    begun: bytes = b""
+    first: list[bytes] = []
+    while not begun.removeprefix(BOM).strip() and (some := file.read(1 << 12)):
+        begun += some
+    if begun.removeprefix(BOM).lstrip().startswith(b"{"):
+        begun += file.readline(LIMIT)
+        first = [line for line in begun.removeprefix(BOM).split(b"\n") if line.strip()]
+        while len(first) < 2 and (line := file.readline(LIMIT)):
+            begun += line
+            first += [line] if line.strip() else []
+    # Of a document over several lines none of the first two is an object by itself.
+    lines = len(first) > 1 and any(parsed(line)[0] is not None for line in first[:2])
     again = io.BufferedReader(_Rejoined(begun, file), CHUNK)
     yield from read_lines(again, skip) if lines else read_document(again)
 

@@ -1,8 +1,9 @@
 """What a user names (files, folders, patterns, names on the Hub) -> sources of rows that can be read again from any row on.
 
 A folder, also one that a pattern without ** meets, stands for every file below it with a known ending; hidden files are left out, and,
-named to the user, dataset descriptions (README, LICENSE, dataset_info.json) and links to folders or to nothing. Paths are sorted. `hub:org/name[@revision][:config][:split]` names a data set on the Hub; without `hub:`,
-`org/name` does where no such file is near. No split: `train`, or the only one.
+named to the user, dataset descriptions (README, LICENSE, dataset_info.json) and links to folders or to nothing. Paths are sorted.
+`hub:org/name[@revision][:config][:split]` names a data set on the Hub; without `hub:`, `org/name` does where no such file is near. No
+split: `train`, or the only one.
 """
 
 import difflib
@@ -10,7 +11,7 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
@@ -111,26 +112,29 @@ class Sources(list[Source]):
         self.left_out = tuple(left_out)
 
 
-def find_sources(inputs: Sequence[str]) -> Sources:
+def find_sources(inputs: Sequence[str], *, ours: Sequence[Path] = ()) -> Sources:
     """Files, folders, patterns and Hub names as sources; a file that is named twice is read once.
 
-    Raises ValueError for what is missing (naming what is near), has an ending nobody reads, or is not what its ending says.
+    ours: files and folders that the caller writes; what of them stands in a folder that is read is left out.
+    Raises ValueError for what is missing (naming what is near), has an ending nobody reads, is not what its ending says, or is ours.
     """
     if not inputs:
         raise ValueError("no input; name files, folders, patterns such as 'data/*.jsonl', or hub:org/name")
     found: dict[str, Source] = {}
     left_out: list[str] = []
     for name in [inputs] if isinstance(inputs, str) else map(os.fspath, inputs):
-        for source in _find(name, left_out):
+        for source in _find(name, left_out, {os.path.realpath(path) for path in ours}):
             key = source.name if source.kind == "hub" else os.path.realpath(source.name)
             found.setdefault(key, source)
     return Sources(list(found.values()), sorted(set(left_out)))
 
 
-def _find(name: str, left_out: list[str]) -> list[Source]:
+def _find(name: str, left_out: list[str], ours: set[str]) -> list[Source]:
     path = Path(name)
     if name.startswith("hub:"):
         return [_hub_source(name)]
+    if (path.is_file() or path.is_dir()) and _is_below(name, ours):
+        raise ValueError(f"{name} is one of the inputs, and would be written to; choose another --out")
     if path.is_file():
         return [_file_source(name)]
     if path.is_dir():
@@ -143,11 +147,27 @@ def _find(name: str, left_out: list[str]) -> list[Source]:
     else:
         raise ValueError(_missing(path))
     known = [file for file in files if _kind(file)[0] and os.path.isfile(file) and not DESCRIPTIONS.fullmatch(Path(file).name)]
+    known = [file for file in known if not _is_below(file, ours)]
     left_out += [file for file in files if file not in set(known)]
     if not known:
         others = ", ".join(sorted({Path(file).suffix or Path(file).name for file in files})[:8]) or "nothing"
         raise ValueError(f"{name} holds no data files; found {others}, needed {_endings()}")
     return [_file_source(file) for file in known]
+
+
+def _is_below(name: str, ours: set[str]) -> bool:
+    path = Path(os.path.realpath(name))
+    return any(str(above) in ours for above in (path, *path.parents))
+
+
+def check_columns(sources: Sequence[Source], columns: Mapping[str, str]) -> None:
+    """ValueError for a column that none of the sources has among its first rows; role and content are keys of turns, not of rows."""
+    wanted = {ours: theirs for ours, theirs in columns.items() if ours not in ("role", "content")}
+    found = {key for source in (sources if wanted else ()) for value in source.peek() for key in value}
+    for ours, theirs in wanted.items():
+        if found and theirs not in found:
+            there = ", ".join(sorted(found)[:20])
+            raise ValueError(f"columns.{ours} names {theirs!r}, which no row has; found keys {there}")
 
 
 def _below(folder: Path) -> list[str]:

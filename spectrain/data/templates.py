@@ -6,7 +6,8 @@ Legend: L tokens.
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property, lru_cache
@@ -33,12 +34,14 @@ _RENDERING = (TemplateError, TypeError, ValueError, LookupError, AttributeError,
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a template's text: variables it takes from outside, keys it reads, texts it looks for in its inputs (`markers`), all literals."""
+    """Of a template's text: variables it takes from outside, keys it reads, texts it looks for in its inputs (`markers`), all literals,
+    and whether it strips space anywhere."""
 
     variables: frozenset[str]
     keys: frozenset[str]
     markers: tuple[str, ...]
     literals: str
+    strips: bool
 
 
 @lru_cache(maxsize=16)
@@ -54,7 +57,11 @@ def read_template(source: str) -> Facts:
     markers = {t for n in tree.find_all((nodes.Compare, nodes.Call, nodes.Filter)) for t in _looked_for(n, keys) if t}
     literals = [n.data for n in tree.find_all(nodes.TemplateData)]
     literals += sorted(_texts(tree.find_all(nodes.Const)))
-    return Facts(frozenset(meta.find_undeclared_variables(tree)), frozenset(keys), tuple(sorted(markers)), "\0".join(literals))
+    strips = {getattr(n.node, "attr", "") for n in tree.find_all(nodes.Call)} | {n.name for n in tree.find_all(nodes.Filter)}
+    return Facts(
+        frozenset(meta.find_undeclared_variables(tree)), frozenset(keys), tuple(sorted(markers)), "\0".join(literals),
+        bool(strips & (_STRIPS | {"trim"})),
+    )  # fmt: skip
 
 
 def _texts(found: Iterable[Any]) -> set[str]:
@@ -73,6 +80,8 @@ def _looked_for(node: Any, keys: Collection[str]) -> Iterator[str]:
         yield from (w for w in _texts(found) if not (w.isidentifier() and (whole or w in keys)))
         return
     name = node.name if isinstance(node, nodes.Filter) else getattr(node.node, "attr", "")
+    if getattr(getattr(node.node, "node", None), "attr", "") == "name":  # of a tool: no words of a conversation
+        return
     if name in _SEARCHES or name in _STRIPS:
         yield from (w for w in _texts(node.args or []) if name in _SEARCHES or w.strip())
 
@@ -104,6 +113,31 @@ def speech_of(message: Mapping[str, Any], *, cut: bool = False) -> Speech:
     if cut and opened:
         return Speech(before.partition(OPEN)[2], "", inline=True)
     return Speech(None, content)
+
+
+class ControlTokens:
+    """Finds the strings that a tokenizer turns into given added tokens."""
+
+    def __init__(self, tokenizer: Any, ids: Collection[int]) -> None:
+        tokens = [token for i, token in tokenizer.added_tokens_decoder.items() if i in ids]
+        self.pattern = _any_of(token.content for token in tokens)
+        # Tokens called normalized are looked for behind the normaliser, which may make them out of other characters.
+        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+        late = [token.content for token in tokens if token.normalized]
+        self._normalize = normalizer.normalize_str if normalizer is not None and late else None
+        self._late = _any_of(map(self._normalize, late)) if self._normalize else None
+
+    def find(self, text: str) -> str | None:
+        """The first of them in a text, or None."""
+        found = self.pattern.search(text)
+        if self._normalize and self._late and not found:
+            found = self._late.search(self._normalize(text))
+        return found.group() if found else None
+
+
+def _any_of(words: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of words, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(set(words) - {""}, key=lambda word: (-len(word), word)))) or "(?!)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +184,19 @@ class Template:
 
     def today(self) -> date | None:
         """The date, if the template writes it: what is rendered before midnight does not fit what is rendered after."""
-        return date.today() if "strftime_now" in self.facts.variables else None
+        return date.today() if self._dated else None
+
+    @cached_property
+    def _dated(self) -> bool:
+        """Whether the date of today is written; a template may ask for it only where kwargs give none."""
+        if "strftime_now" not in self.facts.variables or "strftime_now" in self.kwargs:
+            return False
+        user = [{"role": "user", "content": "w7"}]
+        try:
+            days = {self.render(user, None, dated=dated) for dated in (lambda form: "w8", lambda form: PROBE)}
+        except ValueError:
+            return True
+        return len(days) > 1
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -168,22 +214,23 @@ class Template:
         return "\0".join([self.facts.literals, *(token.content for token in self.tokenizer.added_tokens_decoder.values())])
 
     @cached_property
-    def _control(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Patterns of control tokens that an assistant's text may not hold, and that other texts may not hold."""
-        content = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items()}
-        return tuple(  # type: ignore[return-value]
-            re.compile("|".join(re.escape(content[i]) for i in sorted(ids, key=lambda i: -len(content[i]))) or "(?!)")
-            for ids in (self.special_ids, self.control_ids)
-        )
+    def _control(self) -> tuple["ControlTokens", "ControlTokens"]:
+        """Control tokens that an assistant's text may not hold, and that other texts may not hold."""
+        return ControlTokens(self.tokenizer, self.special_ids), ControlTokens(self.tokenizer, self.control_ids)
 
     def control_token(self, role: str, text: str) -> str | None:
         """The control token that stands in somebody's text, or None. The assistant may write <think> and the like: so it speaks."""
-        found = self._control[role != "assistant"].search(text)
-        return found.group() if found else None
+        return self._control[role != "assistant"].find(text)
 
-    def render(self, messages: Messages, tools: Sequence[Any] | None, *, thinking: bool = False, generate: bool = False) -> str:
-        """The text of prepared messages. `thinking` sets the template's switch unless kwargs do. ValueError with the roles."""
-        options = {**({self.switch: thinking} if self.switch else {}), **self.kwargs}
+    def render(
+        self, messages: Messages, tools: Sequence[Any] | None, *, thinking: bool = False, generate: bool = False,
+        dated: Callable[[str], str] | None = None,
+    ) -> str:  # fmt: skip
+        """The text of prepared messages. `thinking` sets the template's switch unless kwargs do; dated: gives the date in its place.
+
+        ValueError with the roles.
+        """
+        options = {**({self.switch: thinking} if self.switch else {}), **self.kwargs, **({"strftime_now": dated} if dated else {})}
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -225,7 +272,7 @@ class Template:
         unless that runs on into the own end (cohere2: END_RESPONSE, END_OF_TURN)."""
         behind, own = self._probed[0], self.tokenizer.eos_token_id
         closing = [i for i in self.ids(behind) if i in self.special_ids][:1]
-        directly = re.match(f"\\s*(?:{self._control[0].pattern})*", behind)
+        directly = re.match(f"\\s*(?:{self._control[0].pattern.pattern})*", behind)
         if directly and self.tokenizer.eos_token and self.tokenizer.eos_token in directly.group():
             closing = []  # the model says other special tokens on its way to its own end
         return self.stop_ids | {i for i in (own, *closing) if i is not None}
@@ -331,6 +378,9 @@ def _strings(value: Any) -> Iterator[str]:
         for key, inner in value.items():
             yield str(key)
             yield from _strings(inner)
+            if key == "arguments" and isinstance(inner, str):  # JSON, in which any character can be written as an escape
+                with suppress(ValueError, RecursionError):
+                    yield from _strings(json.loads(inner))
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _strings(inner)

@@ -182,17 +182,22 @@ def _longer(template: Template, messages: Messages, number: int, tools: Tools, k
 def _check_heard(template: Template, messages: Messages, ready: Messages, tools: Tools, prompt: str) -> None:
     """The template may change what others said, but not leave it out."""
     everything = "\0".join(text for message in messages for text in texts_of(message))
+    doubtful = {}
     for turn, message in enumerate(messages):
         text = str(message["content"]).strip() if message["role"] != "assistant" else ""
         quoted = json.dumps(text, ensure_ascii=False)[1:-1]
-        # Found as often as it was said, and no word of the template's own: then it stands there.
-        if not text or (text not in template.written and max(map(prompt.count, {text, quoted})) >= everything.count(text)):
-            continue
-        other = [{**one, "content": f"{text}{PROBE}"} if i == turn else one for i, one in enumerate(ready)]
-        if template.render(other, tools, generate=True).count(PROBE) <= template.render(ready, tools, generate=True).count(PROBE):
+        # Found as often as it was said, and no word of the template's own: then it stands there. Else a word behind it must appear.
+        if text and (text in template.written or max(map(prompt.count, {text, quoted})) < everything.count(text)):
+            doubtful[turn] = f"{PROBE}x{turn}x"
+    if not doubtful:
+        return
+    marked = [{**one, "content": f"{one['content']}{doubtful[i]}"} if i in doubtful else one for i, one in enumerate(ready)]
+    rendered = template.render(marked, tools, generate=True)
+    for turn, word in doubtful.items():
+        if word not in rendered:
             raise ValueError(
-                f"turn {turn + 1} ({message['role']}): the chat template leaves the message out; give it a role that the template knows, "
-                "or leave the row out"
+                f"turn {turn + 1} ({messages[turn]['role']}): the chat template leaves the message out; give it a role that the template "
+                "knows, or leave the row out"
             )
 
 

@@ -6,6 +6,7 @@ Legend: M tokens looked at of one row, V vocabulary, W target width, S states.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -75,7 +76,8 @@ def check_store(store: FeatureStore, target: Target, *, sample: int = ROWS) -> C
 def _sample(rows: Sequence[Row], count: int) -> list[int]:
     """Numbers of rows spread evenly, of which something can be read."""
     spread = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), 4 * count)).astype(int)).tolist()
-    return [i for i in spread if readable(rows[i])][:: max(1, len(spread) // count)][:count]
+    found = [i for i in spread if readable(rows[i])][:: max(1, len(spread) // count)][:count]
+    return found or list(islice((i for i in range(len(rows)) if readable(rows[i])), count))
 
 
 @dataclass(frozen=True)

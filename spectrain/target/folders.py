@@ -20,7 +20,8 @@ TRIES = 7  # with waits of 0.5, 1, 2 ... seconds between them: about half a minu
 FIRST_WAIT = 0.5  # seconds
 FORGOTTEN = 24 * 3600  # seconds after which an unfinished file belongs to nobody any more
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError, ImportError)  # not worth a retry
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of this machine's disk, where copies of remote files are
+# Nor these: no room on this machine, where copies of remote files are; a name that the place cannot have (s3fs).
+NO_USE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINVAL)
 
 T = TypeVar("T")
 
@@ -203,7 +204,7 @@ def _retried(action: Callable[[], T], what: str) -> T:
         except FINAL:
             raise
         except Exception as error:  # every file system has its own errors for a lost connection
-            if isinstance(error, OSError) and error.errno in NO_ROOM:
+            if isinstance(error, OSError) and error.errno in NO_USE:
                 raise
             if attempt == TRIES - 1:
                 lost = f"{what}: no answer after {TRIES} tries ({type(error).__name__}: {error})"

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from accelerate import Accelerator
 
 FILE = "checkpoint.pt"
+STATE = ("step", "seconds", "best", "history", "order", "pace", "skipped", "measured")  # the place in the run
 
 
 def save_checkpoint(
@@ -30,21 +32,26 @@ def save_checkpoint(
 def load_checkpoint(out: Path, identity: str, head: Any, optimizer: Any, schedule: Any) -> dict[str, Any] | None:
     """Restore everything from `out` and return the place in the run; None when there is no checkpoint.
 
-    Raises ValueError when the checkpoint is of a run with other settings or data, or of a head of other sizes.
+    Raises ValueError when the checkpoint is damaged, of a run with other settings or data, or of a head of other sizes.
     """
     path = out / FILE
     if not path.exists():
         return None
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        state = {key: saved[key] for key in STATE}
+    except (RuntimeError, EOFError, UnpicklingError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path} is damaged or of another version ({reason}); delete it to start anew") from error
     if saved["identity"] != identity:
-        raise ValueError(f"{path} belongs to a run with other settings or data; use another output folder, or --fresh to start anew")
+        raise ValueError(f"{path} belongs to a run with other settings or data; use another output folder, or delete it to start anew")
     try:
         head.load_state_dict(saved["head"])
     except RuntimeError as error:
-        raise ValueError(f"{path} holds another head ({error}); use another output folder, or --fresh to start anew") from error
+        raise ValueError(f"{path} holds another head ({error}); use another output folder, or delete it to start anew") from error
     optimizer.load_state_dict(saved["optimizer"])
     schedule.load_state_dict(saved["schedule"])
-    return {key: saved[key] for key in ("step", "seconds", "best", "history", "order", "pace", "skipped", "measured")}
+    return state
 
 
 class GracefulStop:

@@ -17,9 +17,11 @@ from spectrain.heads.base import head_class
 from spectrain.heads.eagle3 import default_layer_ids
 from spectrain.heads.targets import DraftVocabulary, coverage, draft_vocabulary
 from spectrain.heads.tokens import pack_tokens
+from spectrain.target.check import output_logits
 from spectrain.target.model import Target
 
 TOKENS_AT_ONCE = 2**20  # counted together, since a count costs a pass over the vocabulary
+LARGE_LOGIT = 50.0  # where caps such as Gemma 2's 30 show
 LONGEST_WAIT = timedelta(days=2)  # of the other processes, while the first one answers and captures
 
 
@@ -33,13 +35,27 @@ def open_accelerator(config: TrainingConfig, out: Path) -> Accelerator:
 
 
 def check_config(config: HeadConfig, target: Target) -> None:
-    """ValueError for a head that this target cannot have, before any long work."""
+    """ValueError for a head that this target cannot have, or cannot be trained with, before any long work."""
     head_class(config.kind)
     layer_ids(config, target)
+    _check_logits(target)
     there = min(target.num_ids, target.vocab_size)
     if config.draft_vocab_size is not None and config.draft_vocab_size > there:
         found = f"head.draft_vocab_size {config.draft_vocab_size} is above the {there} tokens of {target.name}"
         raise ValueError(f"{found}; lower it: --set head.draft_vocab_size={there} (null: all of them)")
+
+
+@torch.no_grad()
+def _check_logits(target: Target) -> None:
+    """ValueError unless the target's logits are its last state times its output rows: from these alone training computes its law."""
+    last_MW = torch.randn(2, target.output_VW.shape[1], generator=torch.Generator().manual_seed(0)).to(target.device)
+    last_MW *= LARGE_LOGIT / (last_MW @ target.output_VW.float().T).abs().max().clamp(min=1e-6)
+    last_MW = last_MW.to(target.model.dtype)
+    plain_MV, own_MV = last_MW.float() @ target.output_VW.float().T, output_logits(target, last_MW).float()
+    error = float((plain_MV - own_MV).abs().max()) / LARGE_LOGIT
+    if not error <= (2e-3 if target.model.dtype == torch.float32 else 2e-2):
+        found = f"{target.name} changes its logits behind the output rows (a cap, a scale or a bias), by {error:.1%} of a large one"
+        raise ValueError(f"{found}; heads are trained on last state times output rows: choose a target whose logits are these")
 
 
 def supervised_by_domain(rows: Iterable[Row], vocab_size: int) -> dict[str, Tensor]:

@@ -168,6 +168,19 @@ def test_run_that_answers_nothing_ends_well(folder: str, tmp_path: Path) -> None
         run(inputs, tmp_path / "a.out.jsonl", folder)
 
 
+def test_answers_in_a_folder_that_is_read_stop_the_second_run(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in/a.jsonl", {"id": "a", "prompt": "w9"}, {"prompt": ""})
+    out = tmp_path / "in/out.jsonl"
+    for _ in range(2):
+        run(tmp_path / "in", out, folder)
+        assert [row["id"] for row in rows(out)] == ["a"] and len(rows(out.with_suffix(".rejected.jsonl"))) == 1
+    with pytest.raises(ValueError, match="one of the inputs"):
+        run(out.with_suffix(".rejected.jsonl"), out, folder)
+    with pytest.raises(ValueError, match="columns.domain names 'topic', which no row has; found keys id, prompt"):
+        run(tmp_path / "in", out, folder, "columns.domain=topic")
+
+
 def test_wrong_call_is_found_after_the_target_is_loaded(tmp_path: Path) -> None:
     inputs = write(tmp_path / "a.jsonl", {"id": "a", "prompt": "w9"})
     for more, message in (

@@ -217,6 +217,34 @@ def test_refused_rows_far_from_each_other_stop_the_run(server: Server, tmp_path:
     assert (tally.answered, tally.rejected) == (GIVE_UP + 5, GIVE_UP + 5)
 
 
+def test_many_refused_rows_in_succession_stop_the_run(server: Server, tmp_path: Path) -> None:
+    """Too long ones, say: a second run meets only those, one after the other."""
+    long = {f"question {i}.0" for i in range(GIVE_UP + 8)}
+    refuse = lambda body, words: (400, {"error": {"message": words}}) if body["messages"][0]["content"] in long else echo(body)  # noqa: E731
+    server.script = lambda body, times: refuse(body, f"too long: {body['messages'][0]['content']}")
+    for answered in (5, 0):
+        tally = run(server, tmp_path / "a.jsonl", prompts(len(long) + 5), concurrency=1)
+        assert (tally.answered, tally.rejected) == (answered, len(long))
+    server.script = lambda body, times: refuse(body, "no such field: top_k")
+    with pytest.raises(ValueError, match=f"{GIVE_UP} rows in succession.*no such field"):
+        run(server, tmp_path / "b.jsonl", prompts(len(long) + 5), concurrency=1)
+
+
+def test_odd_counts_stop_the_run(server: Server, tmp_path: Path) -> None:
+    odd: list[dict] = [{"usage": [1]}, {"usage": {"completion_tokens": "many", "prompt_tokens": 5}}, {}]
+    choice = {"message": {"content": "a"}, "finish_reason": "stop", "token_ids": "ab"}
+    server.script = lambda body, times: (200, {"choices": [choice], **odd.pop()})
+    tally = run(server, tmp_path / "a.jsonl", prompts(3), concurrency=1)
+    assert (tally.answered, tally.tokens, tally.prompt_tokens) == (3, 0, 5) and "answer_ids" not in rows(tmp_path / "a.jsonl")[0]
+
+
+def test_address_that_sends_on_is_tried_row_by_row(server: Server, tmp_path: Path) -> None:
+    server.script = lambda body, times: (307, {}, {"Location": "https://elsewhere/v1"})
+    with pytest.raises(ValueError, match=r"sends us on to https://elsewhere/v1 \(307\); give that address"):
+        run(server, tmp_path / "a.jsonl", prompts(3), concurrency=1)
+    assert len(server.seen) == 1
+
+
 def test_row_whose_tries_are_used_up_stops_the_run(server: Server, tmp_path: Path) -> None:
     server.script = lambda body, times: (500, {"error": "bug 7"}) if "3.0" in body["messages"][-1]["content"] else echo(body)
     tally = run(server, tmp_path / "a.jsonl", prompts(5))
@@ -233,6 +261,10 @@ def test_row_whose_tries_are_used_up_stops_the_run(server: Server, tmp_path: Pat
         (lambda body: echo(body, reason="tool_calls", content=None), "finish reason 'tool_calls'"),
         (lambda body: echo(body, reason=None), "finish reason None"),
         (lambda body: (200, {"choices": []}), "holds no answer"),
+        (lambda body: (200, {"choices": ["text"]}), "holds no answer"),
+        (lambda body: echo(body, content=[{"type": "text"}]), "`content` of the reply is a list"),
+        (lambda body: echo(body, reasoning_content={"a": 1}), "`reasoning_content` of the reply is an object"),
+        (lambda body: (200, b"xx", {"Content-Encoding": "gzip"}), "in 4 tries: DecodingError"),
     ],
 )
 def test_half_answer_is_taken_for_an_answer(server: Server, tmp_path: Path, reply: Callable, reason: str) -> None:

@@ -8,11 +8,12 @@ from datetime import date
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from spectrain.data.formats import Conversation, Prompt, Text, Tokens
 from spectrain.data.masking import ChatEncoder, encode_chat, encode_conversation
+from spectrain.data.templates import Template
 
 SPECIAL = ["<pad>", "<end>", "<start>", "<eos>", "<bos>"]
 CHATML = (
@@ -375,3 +376,92 @@ def test_plan_of_plain_turns_is_used_where_the_template_looks_for_words() -> Non
     found = ChatEncoder(tokenizer, max_length=None).encode([plain, plain, plain, cut])
     assert [len(one.rows) for one in found] == [1, 1, 1, 2]
     assert [said(tokenizer, row.ids_L, row.mask_L) for row in found[3].rows] == ["think|blue<end>", "white<end>"]
+
+
+@pytest.mark.parametrize("answer", ["end", "<", "e", "end>", " "])
+@pytest.mark.parametrize("eos", ["<end>", "<eos>"])
+def test_short_answer_that_was_cut_off_ends_in_words_of_the_template(answer: str, eos: str) -> None:
+    """DM3: the answer is found where it stands, not where the end token happens to be written with the same letters."""
+    for plans in (True, False):
+        items = [conversation(chat("ured", "a" + answer), "length")] * 2
+        _, found = ChatEncoder(byte_tokenizer(CHATML, eos=eos), max_length=None, plans=plans).encode(items)
+        if answer.isspace():
+            assert isinstance(found, ValueError) and "nothing said" in str(found)
+        else:
+            row = found.rows[0]
+            assert said(byte_tokenizer(CHATML), row.ids_L, row.mask_L) == answer and row.mask_L[-1] == 1
+
+
+def test_lost_text_is_found_in_words_of_the_template() -> None:
+    """A message or an answer that is left out is missed, also when its letters stand somewhere else."""
+    only = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'developer' %}")
+    silent = CHATML.replace(
+        "{{ m.content }}", "{% for c in m.tool_calls %}[{{ c.function.name }}{{ c.function.arguments | tojson }}]{% else %}{{ m.content }}"
+        "{% endfor %}",
+    )  # fmt: skip
+    says = {"role": "assistant", "content": "k", "tool_calls": call({"k": 1})}
+    for template, messages, fault in (
+        (only, [{"role": "developer", "content": "<"}, *chat("ured", "ablue")], r"turn 1 \(developer\): the chat template leaves"),
+        (only, [{"role": "developer", "content": "red"}, *chat("ured", "ablue")], r"turn 1 \(developer\): the chat template leaves"),
+        (silent, [*chat("ured"), says], "turn 2: the chat template leaves out or changes the content"),
+    ):
+        for plans in (True, False):
+            _, found = ChatEncoder(byte_tokenizer(template), max_length=None, plans=plans).encode([conversation(messages)] * 2)
+            assert isinstance(found, ValueError) and re.match(fault, str(found)), found
+    assert said(byte_tokenizer(CHATML), *encode_chat(byte_tokenizer(CHATML), chat("s<", "u<", "a<end", "u<", "a<"))) == "<end<end>|<<end>"
+
+
+def test_space_that_is_stripped_from_earlier_turns_only_stays_unseen() -> None:
+    """A plan learnt from answers without space around them does not hold for those with it."""
+    tokenizer = byte_tokenizer(CHATML.replace("m.content", "(m.content if loop.last else m.content | trim)"))
+    plain, spaced = (conversation(chat("ured", answer, "ugreen", "awhite")) for answer in ("ablue", "a blue "))
+    found = ChatEncoder(tokenizer, max_length=None).encode([plain, plain, spaced, spaced, spaced])
+    slow = ChatEncoder(tokenizer, max_length=None, plans=False).encode([plain, spaced])
+    assert found == [slow[0]] * 2 + [slow[1]] * 3
+    assert [said(tokenizer, row.ids_L, row.mask_L) for row in found[4].rows] == [" blue <end>", "white<end>"]
+
+
+@pytest.mark.parametrize(("behind", "eos", "expected"), [
+    ("<start><eos>", "<eos>", "blue<start><eos>"), ("<end><eos>\n", "<eos>", "blue<end><eos>"), ("<end>\n<eos>", "<eos>", "blue<end>"),
+])  # fmt: skip
+def test_answer_ends_before_the_end_that_the_model_runs_on_to(behind: str, eos: str, expected: str) -> None:
+    """DM3: a special token on the way to the tokenizer's own end is not where serving stops."""
+    tokenizer = byte_tokenizer(CHATML.replace("{{ m.content }}<end>\n", "{{ m.content }}" + behind), eos=eos)
+    assert said(tokenizer, *encode_chat(tokenizer, chat("ured", "ablue"))) == expected
+
+
+def test_control_token_is_made_out_of_other_characters() -> None:
+    """By the normaliser, for tokens that are looked for behind it, or by an escape in the JSON of arguments."""
+    tokenizer = byte_tokenizer(CALLS)
+    with pytest.raises(ValueError, match=r"turn 2 \(assistant\).*'<end>'"):
+        encode_chat(tokenizer, [*chat("ur"), {"role": "assistant", "content": "", "tool_calls": call('{"k": "\\u003cend\\u003e"}')}])
+    inner = tokenizer.backend_tokenizer
+    inner.normalizer = normalizers.NFKC()
+    inner.add_special_tokens([AddedToken("<stop>", normalized=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", chat_template=CALLS)
+    assert inner.token_to_id("<stop>") in tokenizer("\uff1cstop\uff1e")["input_ids"]
+    with pytest.raises(ValueError, match=r"turn 1 \(user\).*'<stop>'"):
+        encode_chat(tokenizer, chat("u\uff1cstop\uff1e", "ab"))
+    assert said(tokenizer, *encode_chat(tokenizer, chat("ur", "a\uff1cend\uff1e"))) == "<end><end>"  # letters, then the token
+
+
+@pytest.mark.parametrize("more", [
+    {"reasoning_content": ["t"]}, {"tool_calls": "abc"}, {"tool_calls": 5}, {"tool_calls": [3]}, {"tool_calls": [{"function": 3}]},
+])  # fmt: skip
+def test_answer_of_another_form_stops_the_run(more: dict) -> None:
+    item = conversation([*chat("ured"), {"role": "assistant", "content": "x", **more}])
+    for found in ChatEncoder(byte_tokenizer(CALLS), max_length=None).encode([item, item]):
+        assert isinstance(found, ValueError) and "turn 2: " in str(found)
+
+
+def test_text_without_a_template_becomes_control_tokens() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.chat_template = None
+    hidden, half, good = ChatEncoder(tokenizer, max_length=None).encode([Text("t", "d", text) for text in ("a<end>b", "\ud800", "red")])
+    assert "control token '<end>'" in str(hidden) and "half a character" in str(half) and good.rows[0].supervised == 3
+
+
+def test_date_of_a_template_that_is_given_one_changes_at_midnight() -> None:
+    dated = "{{ date_string if date_string is defined else strftime_now('%d') }}" + CHATML
+    assert Template(byte_tokenizer(dated)).today() == date.today()
+    assert Template(byte_tokenizer(dated), {"date_string": "1 May"}).today() is None and Template(byte_tokenizer(CHATML)).today() is None

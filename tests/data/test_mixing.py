@@ -40,6 +40,8 @@ def test_rows_of_a_domain_are_not_by_its_weight(weights, total, expected: dict[s
         ({"a": 1, "b": 1, "cod": 2}, "no rows of cod; the rows' domains are a, b"),
         ({"A": 1}, "no weight for a, b; no rows of A"),
         ({"a": 0, "b": 0}, r"every domain 0 \(a, b\)"),
+        ({"a": float("inf"), "b": 1}, r"adds up to inf \(a, b\); needed finite shares"),
+        ({"a": 1e308, "b": 1e308}, r"adds up to inf"),
     ],
 )
 def test_unknown_or_forgotten_domain_is_taken(weights, message: str) -> None:

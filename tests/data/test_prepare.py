@@ -257,10 +257,39 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path, tokenizer: Any, monkeypa
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path, tokenizer: Any) -> None:
-    source = write(tmp_path / "in.jsonl", lines_of(10))
-    with pytest.raises(ValueError, match="holds other files.*in.jsonl"):
-        prepare([source], tokenizer, tmp_path, PrepareConfig())
-    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+    source, out = write(tmp_path / "in.jsonl", lines_of(10)), tmp_path / "out"
+    out.mkdir()
+    write(out / "notes.txt", ["mine"])
+    with pytest.raises(ValueError, match="holds other files.*notes.txt"):
+        prepare([source], tokenizer, out, PrepareConfig())
+    assert [p.name for p in out.iterdir()] == ["notes.txt"]
+
+
+def test_rows_of_an_earlier_run_are_read_as_input_or_thrown_away(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in/a.jsonl", [*lines_of(10), "{"])
+    out = tmp_path / "in/prepared"
+    first = prepare([tmp_path / "in"], tokenizer, out, PrepareConfig())
+    for inputs in (tmp_path / "in", f"{tmp_path}/in/**/*", f"{tmp_path}/in/*"):
+        again = prepare([inputs], tokenizer, out, PrepareConfig())
+        assert (again.state, [Path(s["name"]).name for s in again.record["inputs"]]) == ("unchanged", ["a.jsonl"])
+    for ours in (out, out / "rejected.jsonl"):
+        with pytest.raises(ValueError, match="is one of the inputs, and would be written to"):
+            prepare([ours], tokenizer, out, PrepareConfig())
+    assert len(RowStore(out)) == first.coverage["rows"]["kept"] > 0
+    for name in ("disjoint_from", "columns"):
+        ours = {"disjoint_from": (write(tmp_path / "none.jsonl", ["{"]),), "columns": {"domain": "categroy"}}
+        with pytest.raises(ValueError, match="none.jsonl: no evaluation prompt can be read|columns.domain names 'categroy', which no row"):
+            prepare([tmp_path / "in"], tokenizer, tmp_path / "other", PrepareConfig(**{name: ours[name]}))
+
+
+def test_rows_that_were_cut_are_not_counted(tmp_path: Path, tokenizer: Any) -> None:
+    source, out = write(tmp_path / "in.jsonl", lines_of(10)), tmp_path / "out"
+    prepare([source], tokenizer, out, PrepareConfig())
+    most = int(RowStore(out).lengths_N.max()) - 1
+    report = prepare([source], tokenizer, out, PrepareConfig(max_length=most))
+    assert report.coverage["at_max_length"] == sum(RowStore(out).lengths_N == most) > 0
+    assert any("reach max_length" in warning for warning in report.warnings)
 
 
 def test_hashes_are_those_of_the_target(target: Target) -> None:

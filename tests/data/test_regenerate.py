@@ -270,6 +270,19 @@ def test_two_processes_write_one_file(tmp_path: Path) -> None:
         AnswerFile(tmp_path / "a")
     with AnswerFile(tmp_path / "a") as file:
         assert file.done == {}
+    out = tmp_path / "b.jsonl"
+    with AnswerFile(out, {"seed": 1}, {}):  # nothing is answered yet
+        before = (tmp_path / "b.made_with.json").read_text()
+        with pytest.raises(ValueError, match="another process is writing"):
+            AnswerFile(out, {"seed": 2}, {})
+    assert (tmp_path / "b.made_with.json").read_text() == before
+
+
+def test_file_of_somebody_else_is_mended(tmp_path: Path) -> None:
+    (tmp_path / "notes.jsonl").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="notes.made_with.json is not there"):
+        AnswerFile(tmp_path / "notes.jsonl", {"seed": 1}, {})
+    assert (tmp_path / "notes.jsonl").read_text() == '{"a": 1}'
 
 
 def test_settings_of_a_file_are_unknown(tmp_path: Path) -> None:

@@ -177,6 +177,8 @@ def test_json_document_depends_on_where_it_is_cut(tmp_path: Path, monkeypatch: p
         (b'[{"a": "\xff"}, {"a": 2}]', [None, {"a": 2}], ["not UTF-8 (byte 0xff at character 8 of the row)"]),
         (b'[[1], {"a": 2}]', [None, {"a": 2}], ["needed a JSON object, found a list"]),
         (b'{"train": [{"a": 1}], "test": [{"a": 2}]}', [{"a": 1}, None], ["the list `test` is left out"]),
+        (b'\n\n{"a": 1}\n{"a": 2}\n', [{"a": 1}, {"a": 2}], []),
+        (b'{"a": ' + b"x" * 4000 + b'\n{"a": "' + b"y" * 200 + b'"}\n{}\n', [None, {"a": "y" * 200}, {}], ["not JSON (Expecting value"]),
         (b'{"a": \n{"a": 1}\n{"a": 2}\n', [None, {"a": 1}, {"a": 2}], ["not JSON (Expecting value"]),
         (b"5", [None], ["needed a JSON object, found a number"]),
         (b"[]", [], []),
@@ -238,6 +240,10 @@ def test_damaged_parquet_stops_the_run(tmp_path: Path) -> None:
     read = list(Source(str(tmp_path / "b.parquet"), "parquet").rows())
     assert [row.value for row in read] == [{"text": "ok"}, None, {"text": "ok"}]
     assert read[1].fault.startswith("not UTF-8 (byte 0xff at byte 1")
+    dates = pa.array([2, 2**62], pa.timestamp("us"))
+    pq.write_table(pa.table({"text": ["a", "b"], "at": dates}), tmp_path / "c.parquet")
+    read = list(Source(str(tmp_path / "c.parquet"), "parquet").rows())
+    assert read[0].value and read[0].value["text"] == "a" and read[1].fault.startswith("column `at` cannot be read (")
 
 
 def test_parquet_gives_a_message_the_keys_of_another(tmp_path: Path) -> None:
@@ -290,15 +296,22 @@ def test_missing_package_is_a_traceback(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_files_are_read_twice_or_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    left_out = ("d/README.md", "d/dataset_info.json", "d/pic.png")
-    for name in ("d/b.jsonl", "d/a/x.csv", "d/a/c.JSON.gz", "d/.hidden/y.jsonl", "e.jsonl", *left_out):
+    left_out = ("d/README.md", "d/away.jsonl", "d/dataset_info.json", "d/elsewhere", "d/pic.png")
+    Path("other").mkdir()
+    Path("d").mkdir()
+    Path("d/elsewhere").symlink_to("../other")
+    Path("d/away.jsonl").symlink_to("nowhere.jsonl")
+    left_out_files = (left_out[0], left_out[2], left_out[4])
+    for name in ("d/b.jsonl", "d/licences.jsonl", "d/a/x.csv", "d/a/c.JSON.gz", "d/.hidden/y.jsonl", "e.jsonl", *left_out_files):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(gzip.compress(b"{}") if name.endswith("gz") else GOOD)
     found = find_sources(["d", "*.jsonl", "d/**/*.jsonl", "./e.jsonl"])
-    assert [s.name for s in found] == ["d/a/c.JSON.gz", "d/a/x.csv", "d/b.jsonl", "e.jsonl"]
-    assert [(s.kind, s.compression) for s in found] == [("json", "gz"), ("csv", ""), ("jsonl", ""), ("jsonl", "")]
+    assert [s.name for s in found] == ["d/a/c.JSON.gz", "d/a/x.csv", "d/b.jsonl", "d/licences.jsonl", "e.jsonl"]
+    assert [s.name for s in find_sources(["d/*"])] == [s.name for s in found][:4], "folders that a pattern meets"
+    assert [(s.kind, s.compression) for s in found] == [("json", "gz"), ("csv", ""), *[("jsonl", "")] * 3]
     assert found.left_out == left_out
-    assert [s.name for s in find_sources(["d/**/*.jsonl"])] == ["d/b.jsonl"] and [s.name for s in find_sources(["d/README.md"])]
+    assert [s.name for s in find_sources(["d/**/*.jsonl"])] == ["d/b.jsonl", "d/licences.jsonl"]
+    assert [s.name for s in find_sources(["d/README.md"])]
     Path("empty").mkdir()
     for name, message in [
         ("d/c.jsonl", "no file d/c.jsonl; in .*/d there is b.jsonl"),

@@ -40,7 +40,7 @@ class Stream(Source):
 
 
 def test_the_next_row_is_the_next_row(tmp_path: Path, make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_sources", lambda names: [Stream("stream", "hub")])
+    monkeypatch.setattr(module, "find_sources", lambda names, **more: [Stream("stream", "hub")])
     monkeypatch.setattr(module, "CHUNK_ROWS", 50)
     monkeypatch.setattr(module, "STRETCH_ROWS", 100)
     call, tokenizer = Encoding.__call__, make_tokenizer(100)

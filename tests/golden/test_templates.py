@@ -66,6 +66,8 @@ GOLDEN = {
     },
     # The rendering ends with <|endoftext|>, which is not what the model ends an answer with.
     "phi3": {"single": ["Because.<|end|>"], "multi": ["blue<|end|>|green sky<|end|>"], "system": ["Hello.<|end|>|So.<|end|>"]},
+    # A special token closes the answer on the way to the end of the turn, at which serving stops.
+    "cohere2": {"single": ["Because.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"], "reason": NO_REASONING},
     # The prompt opens the think block, and the rendering of a finished turn leaves all of it out.
     "deepseek_r1_distill": {
         "single": OPENED, "multi": OPENED, "inline": ["two and three\n</think>\n\n5<｜end▁of▁sentence｜>"],
@@ -177,6 +179,21 @@ def test_mask_is_not_that_of_the_generation_tags(family, name: str) -> None:
     assert ids == theirs["input_ids"]
     tagged = said(tokenizer, ids, theirs["assistant_masks"]).split("|green")  # the end of a line behind the end token is in the tags
     assert said(tokenizer, ids, mask) == "|green".join(part.removesuffix("\n") for part in tagged)
+
+
+SKY = {"role": "tool", "name": "sky", "content": "clear"}
+ODD = [  # a plan that cannot be learnt because its probes are refused; a thought that is cut off, and one that was closed
+    ("diffusion_gemma", [user("Sky?"), says("", tool_calls=[CALL], reasoning_content="a"), SKY, says("b", reasoning_content="c")], "stop"),
+    ("gemma4_v4", [user("red?"), says("\n\nblue"), user("more?"), says("<think>[/|")], "length"),
+]
+
+
+@pytest.mark.parametrize(("name", "messages", "reason"), ODD)
+def test_fast_path_refuses_or_leaves_out_what_the_definition_takes(family, name: str, messages: list, reason: str) -> None:
+    chat = Conversation("c", "d", tuple(messages), reason)
+    for rows in ("auto", "conversation", "turn"):
+        fast, slow = (encoder(family(name), rows=rows, plans=plans).encode([chat] * 3) for plans in (True, False))
+        assert [one.rows for one in fast] == [one.rows for one in slow]
 
 
 WORDS = [

@@ -21,6 +21,7 @@ from spectrain.data.rows import Row
 from spectrain.target import capture as module
 from spectrain.target.capture import capture, estimate, exact_bytes, row_sizes, shard_order
 from spectrain.target.features import FeatureStore
+from spectrain.target.folders import LocalFolder
 from spectrain.target.model import Target
 
 CONFIG = CaptureConfig(rows_per_shard=2, batch_tokens=32)
@@ -78,6 +79,13 @@ def test_interrupted_shard_is_readable(target: Target, tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         capture(make_rows(), target, (1,), tmp_path / "s", CONFIG)
     assert written and not list((tmp_path / "s").glob("rows-*"))
+
+
+def test_file_that_another_process_finishes_stops_this_one(tmp_path: Path, monkeypatch) -> None:
+    """Between the look at the folder and that at the file, an unfinished file gets its name."""
+    part = tmp_path / "rows-0000000.safetensors.part-elsewhere-1"
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([part]))
+    LocalFolder(tmp_path).sweep()
 
 
 def test_full_disk_leaves_half_a_file_or_stops_late(target: Target, tmp_path: Path, monkeypatch) -> None:

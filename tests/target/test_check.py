@@ -40,6 +40,13 @@ def test_store_without_last_states_cannot_be_checked(target: Target, tmp_path: P
     assert found.kl is None and found.top1 is None and max(found.errors) < 0.012 and "KL" not in found.text()
 
 
+def test_rows_that_happen_to_be_looked_at_have_no_states(target: Target, tmp_path: Path) -> None:
+    """Of many rows a few are looked at; where these cannot be read, others can."""
+    rows = [ROWS[i] if i in (1, 2) else Row(f"n{i}", "d", [7, 8], [0, 1]) for i in range(20)]
+    capture(rows, target, (1, 2), tmp_path / "s", CONFIG)
+    assert check_store(FeatureStore(tmp_path / "s", rows), target, sample=1).rows == 1
+
+
 def rewrite(out: Path, change: Any) -> None:
     """Every shard anew, with other tensors under a right checksum."""
     for path in out.glob("rows-*"):

@@ -12,9 +12,10 @@ import torch
 
 from spectrain.config import CaptureConfig
 from spectrain.data.batches import Batch, Sample, collate
+from spectrain.data.order import sizes
 from spectrain.data.rows import Row
 from spectrain.target.capture import capture
-from spectrain.target.features import FeatureStore, OnlineFeatures, capture_row
+from spectrain.target.features import FeatureStore, OnlineFeatures, _Chosen, capture_row
 from spectrain.target.model import Target
 from spectrain.target.states import readable
 
@@ -183,3 +184,17 @@ def test_row_of_another_mask_is_read(store: FeatureStore, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="was captured from other rows: rows_sha256"):
         FeatureStore(tmp_path / "s", rows)
     assert copy.copy(store).rows is store.rows
+
+
+class Indexed(list[Row]):
+    """Rows with the arrays that a row store has."""
+
+    lengths_N = np.array([5, 6, 7, 8])
+    supervised_N = np.array([3, 3, 3, 3])
+    domain_N = np.array([0, 1, 1, 0])
+    domain_names = ("b", "a")
+
+
+def test_rows_left_after_damage_cannot_be_planned() -> None:
+    found = sizes(_Chosen(Indexed(make_rows()[:4]), [0, 2]))
+    assert found.length_N.tolist() == [5, 7] and [found.domains[d] for d in found.domain_N] == ["b", "a"]

@@ -1,5 +1,7 @@
 """Stores behind a URL: written whole, read through a local copy, a lost connection waited for."""
 
+import errno
+import os
 import sys
 import threading
 import time
@@ -94,6 +96,9 @@ def test_damaged_remote_shard_stays(mend: str, local: FeatureStore, target: Targ
         assert len(FeatureStore(url, ROWS, cache=tmp_path / "c").batch([2]).best_P) == 8, "the damaged copy was kept"
     elif mend == "recapture":
         assert memory.cat(path) == whole and equal(FeatureStore(url, ROWS), local)
+        assert capture(ROWS, target, (1, 2), url, config).shards == 0
+        memory.pipe(path, whole[:-3] + b"xyz")
+        assert capture(ROWS, target, (1, 2), url, config).shards == 1, "an old copy on this machine was looked at instead"
     else:
         assert FeatureStore(url, ROWS, on_damage="skip").skipped_rows == 2
 
@@ -132,6 +137,25 @@ def test_lost_connection_ends_the_run_at_once_or_never(losses: int, memory: Any,
         with pytest.raises(ConnectionError, match=lost):
             action()
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EINVAL])
+def test_full_disk_is_taken_for_a_lost_connection(number: int, memory: Any, tmp_path: Path) -> None:
+    """The local copy of a remote file needs room on this machine, and a bucket a valid name: no use in waiting for the server."""
+    folder = open_folder("memory://bucket/store", cache=tmp_path / "cache")
+    calls = []
+
+    def full(*paths: str) -> None:
+        calls.append(paths)
+        raise OSError(number, os.strerror(number))
+
+    memory.get_file, original = full, memory.get_file
+    try:
+        with pytest.raises(OSError) as error:
+            folder.fetch("a")
+    finally:
+        memory.get_file = original
+    assert error.value.errno == number and len(calls) == 1
 
 
 def test_missing_package_is_a_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from spectrain.config import HeadConfig, TrainingConfig
 from spectrain.data.batches import Sample
@@ -19,7 +20,9 @@ from spectrain.decoding.shapes import Chain
 from spectrain.drafters.from_head import HeadDrafter
 from spectrain.heads.base import load_head, save_head
 from spectrain.heads.eagle3 import Eagle3
+from spectrain.heads.losses import draft_counts
 from spectrain.target.model import Target
+from spectrain.training import loop
 from spectrain.training.loop import _counts, _work, train
 from spectrain.training.schedule import learning_rate
 from spectrain.training.setup import new_head
@@ -164,9 +167,40 @@ def test_checkpoint_of_another_run_is_taken(target: Target, samples: Samples, tm
     run(fresh(target, samples), samples, target, tmp_path, replace_config(steps=1))
     head = fresh(target, samples)
     before = weights(head)
-    with pytest.raises(ValueError, match="other settings or data; use another output folder, or --fresh"):
+    with pytest.raises(ValueError, match="other settings or data; use another output folder, or delete it"):
         run(head, samples, target, tmp_path, replace_config(steps=1), identity="y")
     assert_same(before, weights(head))
+
+
+@pytest.mark.parametrize("harm", ["cut", "other version"])
+def test_damaged_checkpoint_is_a_stack_trace(harm: str, target: Target, samples: Samples, tmp_path: Path) -> None:
+    run(fresh(target, samples), samples, target, tmp_path, replace_config(steps=1))
+    path = tmp_path / "checkpoint.pt"
+    if harm == "cut":
+        path.write_bytes(path.read_bytes()[:2000])
+    else:
+        saved = torch.load(path, weights_only=True)
+        torch.save({key: value for key, value in saved.items() if key != "measured"}, path)
+    with pytest.raises(ValueError, match=r"checkpoint.pt is damaged or of another version .*; delete it to start anew"):
+        run(fresh(target, samples), samples, target, tmp_path, replace_config(steps=1))
+
+
+def test_mixed_precision_blurs_the_targets_law(target: Target, samples: Samples, tmp_path: Path, monkeypatch) -> None:
+    """The logits that p is made from stay float32 under bfloat16: with 8 bits p is wrong by a tenth, and its sum is not 1."""
+    sums = []
+
+    def spy(logits_KRV: Any, p_KRV: Any, *rest: Any) -> Any:
+        sums.extend(p_RV.sum(-1) for p_RV in p_KRV)
+        return draft_counts(logits_KRV, p_KRV, *rest)
+
+    monkeypatch.setattr(loop, "draft_counts", spy)
+    AcceleratorState._reset_state()  # one precision a process
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    try:
+        run(fresh(target, samples), samples, target, tmp_path, replace_config(steps=1), accelerator=accelerator)
+    finally:
+        AcceleratorState._reset_state()
+    assert len(sums) == 3 and all(torch.allclose(s, torch.ones_like(s), atol=1e-5) for s in sums)
 
 
 def test_accumulated_batches_weigh_otherwise_than_one(target: Target, samples: Samples, tmp_path: Path) -> None:

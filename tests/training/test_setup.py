@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import transformers as tf
 
 from spectrain.config import HeadConfig
 from spectrain.data.rows import Row
 from spectrain.heads.targets import draft_vocabulary
+from spectrain.kernels import tree_attention
 from spectrain.target.model import Target
 from spectrain.training import setup
 from spectrain.training.setup import (
@@ -107,6 +109,34 @@ def test_too_large_vocabulary_is_told_late(target: Target) -> None:
         ValueError, match="head.draft_vocab_size 101 is above the 100 tokens of tiny; lower it: --set head.draft_vocab_size=100"
     ):
         check_config(HeadConfig(layer_ids=(1, 2), draft_vocab_size=101), target)
+
+
+LLAMA = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        (tf.LlamaConfig(**LLAMA), False),
+        (tf.Gemma3TextConfig(**LLAMA), False),
+        (tf.Gemma2Config(**LLAMA, final_logit_softcapping=30.0), True),
+        (tf.GraniteConfig(**LLAMA, logits_scaling=8.0), True),
+        (tf.CohereConfig(**LLAMA, logit_scale=0.0625), True),
+    ],
+    ids=lambda x: getattr(x, "model_type", None),
+)
+def test_law_of_a_target_with_a_cap_or_scale_is_learnt_without(config, refused: bool, dtype: torch.dtype, make_tokenizer) -> None:
+    """FC1: training computes the target's law as last state times output rows; what a model does behind these would be missing."""
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=tree_attention.register()).to(dtype).eval()
+    target = Target(model=model, tokenizer=make_tokenizer(96), name="tiny")
+    if not refused:
+        return check_config(HeadConfig(layer_ids=(1, 2), draft_vocab_size=9), target)
+    with pytest.raises(ValueError, match=r"tiny changes its logits behind the output rows \(a cap, a scale or a bias\), by [1-9]"):
+        check_config(HeadConfig(layer_ids=(1, 2), draft_vocab_size=9), target)
 
 
 def test_counts_given_are_counted_again(target: Target) -> None:
