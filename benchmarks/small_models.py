@@ -21,12 +21,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from spectrain.config import TrainingConfig
-from spectrain.data.batches import Sample
+from spectrain.data.batches import Batch, Sample, collate
 from spectrain.data.rows import Row
 from spectrain.heads.eagle3 import Eagle3
 from spectrain.heads.targets import draft_vocabulary
 from spectrain.kernels import tree_attention
-from spectrain.target.features import capture_row
+from spectrain.target.features import OnlineFeatures
 from spectrain.target.model import Target
 from spectrain.training.loop import train
 
@@ -119,25 +119,24 @@ def noisy_copy(target: Target, noise: float, seed: int = 0) -> Target:
 class Samples:
     """Rows with their states in memory, made at the first use."""
 
-    target: Target
-    layer_ids: tuple[int, ...]
-    rows: list[Row]
+    features: OnlineFeatures
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        return self.features.rows
 
     @cached_property
     def _samples(self) -> list[Sample]:
-        return [self._captured(row) for row in self.rows]
+        return [self.features[i] for i in range(len(self))]
 
-    def _captured(self, row: Row) -> Sample:
-        part = {name: x.float() if x.is_floating_point() else x for name, x in capture_row(row, self.target, self.layer_ids).items()}
-        mask_L = torch.tensor(row.mask_L)
-        last_LW, best_L, lse_L = (
-            part[name].new_zeros(len(mask_L), *part[name].shape[1:]).index_copy(0, mask_L.nonzero()[:, 0], part[name])
-            for name in ("last", "best", "lse")
-        )
-        return Sample(torch.tensor(row.ids_L), mask_L, part["states"], last_LW, best_L, lse_L)
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def __getitem__(self, i: int) -> Sample:
         return self._samples[i]
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        return collate([self._samples[i] for i in numbers])
 
 
 def brief_head(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, epochs: int, seed: int = 0) -> Any:
@@ -146,12 +145,12 @@ def brief_head(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int
         Row(id=str(i), domain="", ids_L=(*prompt, *answer), mask_L=(0,) * len(prompt) + (1,) * len(answer))
         for i, (prompt, answer) in enumerate(texts)
     ]
-    samples = Samples(target, (1, 2), rows)
+    samples = Samples(OnlineFeatures(target, rows, layer_ids := (1, 2)))
     H, counts_V = target.config.hidden_size, torch.bincount(torch.tensor([i for _, answer in texts for i in answer]), minlength=VOCAB)
     config = Eagle3.Config(
         hidden_size=H, target_hidden_size=H, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512,
-        vocab_size=VOCAB, draft_vocab_size=VOCAB * 5 // 6, layer_ids=samples.layer_ids, target_layers=target.num_layers,
+        vocab_size=VOCAB, draft_vocab_size=VOCAB * 5 // 6, layer_ids=layer_ids, target_layers=target.num_layers,
     )  # fmt: skip
     head = Eagle3(config)
     ids_K = draft_vocabulary(counts_V, config.draft_vocab_size).target_ids

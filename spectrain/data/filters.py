@@ -34,6 +34,9 @@ def key64(data: bytes) -> int:
 def content_key(item: Any) -> int:
     """Hash of what was said, whoever filed it under which id and domain."""
     if hasattr(item, "messages"):
+        if not item.tools and all(message.keys() == {"role", "content"} for message in item.messages):  # most, and in a third of the time
+            parts = [f"{message['role']} {len(message['content'])} {message['content']}" for message in item.messages]
+            return key64("\n".join(parts).encode())
         content: Any = ["chat", item.messages, item.tools]
     elif hasattr(item, "turns"):
         content = ["prompt", item.turns]

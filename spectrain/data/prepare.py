@@ -18,7 +18,7 @@ from spectrain.config import PrepareConfig
 from spectrain.data import coverage, journal
 from spectrain.data.encoding import MASK_RULE, Encoding, Outcome, encoded
 from spectrain.data.filters import Questions, Seen, asked_texts, choose, content_key, key64
-from spectrain.data.formats import Item, convert, detect
+from spectrain.data.formats import Conversation, Item, convert, detect
 from spectrain.data.identity import fingerprints
 from spectrain.data.journal import Journal, Stretch
 from spectrain.data.row_store import FORMAT, INDEX, PARTS, RECORD, Index, index_of, part_name, parts_sha256, record_batch, write_arrow
@@ -227,7 +227,7 @@ class _Reader:
         chunk.contents.append(key)
         item = self._named(chunk, item)
         chunk.items.append((item, raw))
-        return len(str(raw.value))
+        return sum(len(m.get("content") or "") for m in item.messages) if isinstance(item, Conversation) else len(str(raw.value))
 
     def _named(self, chunk: _Chunk, item: Item) -> Item:
         """The item under an id that no other one has."""

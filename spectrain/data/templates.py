@@ -248,7 +248,7 @@ class Template:
             backend.no_truncation()
         if backend.padding is not None:
             backend.no_padding()
-        return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def ids(self, text: str) -> list[int]:
         return self.batch([text])[0]
