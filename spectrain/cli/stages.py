@@ -145,7 +145,7 @@ def read_answers(config: AnswersConfig, target: Target, root: Path, fresh: Path 
     if record.exists():
         made = json.loads(record.read_text())
         for key, value in target.fingerprints.items():
-            if made.get(key) != value:
+            if made.get(key, value) != value:
                 raise ValueError(f"{path} was answered by another target ({key} differs); let yours answer: add --fresh-answers")
     return path
 

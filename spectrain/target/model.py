@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -198,8 +198,9 @@ class Target:
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Hashes that tell whether a head, a store or an answer file belongs to this target."""
-        weights = self.embedding_VW.detach()[:: max(1, self.vocab_size // 512)].float().cpu().contiguous().numpy().tobytes()
-        return {**fingerprints(self.tokenizer), "embedding_sha256": hashlib.sha256(weights).hexdigest()}
+        # A target tuned with frozen embeddings differs in its layers alone.
+        parts = {"embedding_sha256": [self.embedding_VW], "layers_sha256": [p for p in self.layers[-1].parameters() if p.dim() > 1]}
+        return {**fingerprints(self.tokenizer), **{key: _hash(weights) for key, weights in parts.items()}}
 
     def encode(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
         """Token ids of a prompt: ids as they are, a string as plain text, a chat (list of messages) through the template."""
@@ -209,6 +210,15 @@ class Target:
             text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return [int(i) for i in prompt]  # type: ignore[arg-type]
+
+
+def _hash(weights: Iterable[Tensor], *, rows: int = 512) -> str:
+    """Hash of some rows of each of these weights, spread over it."""
+    digest = hashlib.sha256()
+    for weight in weights:
+        flat = weight.detach().flatten(0, -2)
+        digest.update(flat[:: max(1, len(flat) // rows)].float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -133,6 +133,10 @@ def test_another_tokenizer_has_the_same_fingerprint(target: Target, make_tokeniz
     assert other["tokenizer_sha256"] != target.fingerprints["tokenizer_sha256"]
     assert other["embedding_sha256"] == target.fingerprints["embedding_sha256"]
     assert make_target(seed=1).fingerprints["embedding_sha256"] != target.fingerprints["embedding_sha256"]
+    tuned = make_target()
+    tuned.model.model.layers[-1].self_attn.q_proj.weight.data[1, 2] += 1
+    differing = {key for key, value in tuned.fingerprints.items() if value != target.fingerprints[key]}
+    assert differing == {"layers_sha256"}, "a target tuned with frozen embeddings"
     template = Target(model=target.model, tokenizer=make_tokenizer(100, template="{{ messages }}"), name="x").fingerprints
     assert template["template_sha256"] != target.fingerprints["template_sha256"]
 
