@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train, measure and ship draft heads.")
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the recipe; may be repeated.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")]
 
 
 def main() -> None:

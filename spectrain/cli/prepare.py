@@ -95,7 +95,9 @@ def print_report(report: Report, console: Console) -> None:
     )
     for warning in report.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
-    console.print(f"{report.folder}: {found['parts']['train']['rows']:,} rows for training", markup=False)
+    parts = found["parts"]
+    kept = f"{parts['train']['rows']:,} rows for training, {parts['validation']['rows']:,} kept out for validation"
+    console.print(f"{report.folder}: {kept}", markup=False)
 
 
 def _share(part: int, whole: int) -> str:

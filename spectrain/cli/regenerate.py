@@ -22,6 +22,7 @@ from spectrain.decoding.generate import generate
 from spectrain.target.model import Target, load_target
 from spectrain.training.setup import made_with
 
+CUT_SHARE = 0.25
 # what the text of an answer does not depend on
 ELSEWHERE = {"format", "columns", "domain", "max_prompt_tokens", "max_rows", "batch_size", "concurrency", "retries", "timeout"}
 
@@ -179,6 +180,8 @@ def summary(tally: Tally, out: Path) -> list[str]:
     lines = [f"{out}: {tally.answered} answered{there}, {tally.rejected} rejected; {tally.tokens} tokens{speed}"]
     if tally.answered:
         lines.append("ended by " + ", ".join(f"{reason} {count}" for reason, count in sorted(tally.finish.items())))
+    if (cut := tally.finish.get("length", 0)) > CUT_SHARE * tally.answered:
+        lines.append(f"{cut} of {tally.answered} answers were cut off: no head learns from them how answers end; raise max_new_tokens")
     notes = {
         "conversations whose later turns were not asked (an answer was cut off, or the prompt too long)": tally.shortened,
         "answers cut off within their reasoning: raise max_new_tokens": tally.cut_reasoning,
@@ -187,6 +190,8 @@ def summary(tally: Tally, out: Path) -> list[str]:
     }
     lines += [f"{count} {note}" for note, count in notes.items() if count]
     lines += [f"rejected {count}: {reason}" for reason, count in sorted(tally.reasons.items(), key=lambda pair: -pair[1])[:5]]
+    if tally.rejected:
+        lines.append(f"every reason, row by row: {beside(out)[0]}")
     return lines
 
 

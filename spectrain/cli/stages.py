@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from spectrain.cli.capture import announce, check_rows_of, prepared_with
 from spectrain.cli.regenerate import TargetAnswerer
 from spectrain.cli.wiring import as_drafter
-from spectrain.config import AnswersConfig, Recipe, RegenerateConfig, dump_yaml
+from spectrain.config import AnswersConfig, PrepareConfig, Recipe, RegenerateConfig, dump_yaml
 from spectrain.data.answers import AnswerFile
 from spectrain.data.batches import Samples
 from spectrain.data.formats import Prompt, mix_prompts, read_jsonl, read_prompts
@@ -187,6 +187,9 @@ def read_rows(recipe: Recipe, target: Target, out: Path) -> Data:
 def rows_line(data: Data) -> str:
     """How many rows there are, and what became of the others."""
     line = f"{len(data.rows)} rows to train on, {len(data.validation)} kept out"
+    if not len(data.validation):
+        line += "\nwarning: no rows were kept out, so acceptance is not measured while training and the last step is the one that is kept;"
+        line += "\n  spectrain prepare … --set validation_per_domain=2 keeps some out"
     if data.report is None:
         return line
     rejected = sum(data.report.coverage["rejected"].values())
@@ -208,7 +211,7 @@ def capture_states(recipe: Recipe, target: Target, data: Data, out: Path, accele
         say(f"{len(data.rows)} rows; their states are computed while training")
         return OnlineFeatures(target, data.rows, ids, config)
     where = recipe.data.states or str(out / "states")
-    say(announce(data.rows, target, ids, config).text())
+    say(f"states in {where}: {announce(data.rows, target, ids, config).text()}")
     capture(
         data.rows, target, ids, where, config, rank=accelerator.process_index, world=accelerator.num_processes,
         prepared=prepared_with(data.rows),
@@ -230,6 +233,9 @@ def run_training(
 
     Returns the result and the draft vocabulary's coverage of the training rows by domain (tokens inside, all tokens).
     """
+    if recipe.data.rows is not None:  # run.yaml says what the rows were made with, not what the recipe would have
+        made = PrepareConfig(**data.rows.record["identity"]["settings"])
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"prepare": made})})
     counts_V = supervised_counts(data.rows, target.vocab_size)
     vocabulary = cut_vocabulary(recipe.head, target, counts_V)
     told = {"training rows": data.rows, **({"validation rows": data.validation} if len(data.validation) else {})}

@@ -18,7 +18,7 @@ REASONS = {
     "question": "repeats an evaluation prompt",
     "near question": "close to an evaluation prompt",
     "unanswered": "a question without an answer (`spectrain regenerate` makes them)",
-    "refused": "what the model said in it cannot be told",
+    "refused": "no row can be made of it: too long, control tokens in a text, or not as the template has it",
     "unsupervised": "nothing in it to learn from",
     "rendered duplicate": "the same tokens as an earlier row",
 }
@@ -90,7 +90,8 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
     found = []
     if report["empty"] > EMPTY_SHARE * report["encoded"]:
         share = f"{report['empty']} of {report['encoded']} conversations ({report['empty'] / report['encoded']:.1%})"
-        found.append(f"{share} have nothing to learn from; is this the right chat template? The reasons are in rejected.jsonl")
+        why = "max_length too short, control tokens in texts, another chat template?"
+        found.append(f"{share} have nothing to learn from; the reasons are in rejected.jsonl ({why})")
     if report["not_compared"]:
         found.append(f"{report['not_compared']} rows came as token ids and were not compared with the evaluation prompts")
     if report["at_max_length"] > EMPTY_SHARE * max(1, report["rows"]["kept"]):

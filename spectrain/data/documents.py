@@ -31,7 +31,7 @@ def parsed(data: bytes) -> tuple[dict[str, Any] | None, str]:
     except UnicodeDecodeError as error:
         return None, f"not UTF-8 (byte {data[error.start]:#04x} at byte {error.start + 1})"
     except json.JSONDecodeError as error:
-        return None, f"not JSON ({error.msg} at character {error.pos + 1})"
+        return None, f"not JSON ({error.msg.removesuffix(' at')} at character {error.pos + 1})"
     except ValueError as error:  # a whole number of more than 4300 digits
         return None, f"not usable JSON ({error})"
     except RecursionError:

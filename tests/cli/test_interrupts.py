@@ -69,14 +69,14 @@ NOTE = "what is finished is kept, the same command goes on from there"
 
 
 def test_stop_in_training_changes_the_head(project: Path, trained: Path, start: Callable[..., tuple[int, str, str]], cli: Cli) -> None:
-    """RE1: stopped in step 11 of 17 as a real process; the second call ends with the weights of the run that was not stopped."""
+    """RE1: stopped in step 11 of 18 as a real process; the second call ends with the weights of the run that was not stopped."""
     out = project / "runs/stopped"
     shutil.copytree(trained / "states", out / "states")
     shutil.copy(trained / "answers.jsonl", out)
     train = ["train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", out]
     code, _, err = start("-c", STOPPING.format(step=11), *train)
     assert code == 130, err
-    assert err.strip().splitlines()[-1] == f"stopped after step 11 of 17; {NOTE}" and "Traceback" not in err
+    assert err.strip().splitlines()[-1] == f"stopped after step 11 of 18; {NOTE}" and "Traceback" not in err
     assert torch.load(out / "training/checkpoint.pt", weights_only=True)["step"] == 11 and not (out / "last").exists()
     result = cli(*train)
     assert result.exit_code == 0, result.output

@@ -55,10 +55,10 @@ def test_run_leaves_something_out(project: Path, trained: Path) -> None:
     recipe = load_config(Recipe, project / "recipes/tiny.yaml")
     assert load_config(Recipe, trained / "head/run.yaml") == recipe
     points = [json.loads(line) for line in (trained / "training/metrics.jsonl").read_text().splitlines()]
-    assert [p["step"] for p in points] == [9, 17] and all(1.0 <= p["measured_tau"] <= 5.0 for p in points)
+    assert [p["step"] for p in points] == [9, 18] and all(1.0 <= p["measured_tau"] <= 5.0 for p in points)
     assert points[1]["loss"] < points[0]["loss"]
     saved = torch.load(trained / "training/checkpoint.pt", weights_only=True)
-    assert saved["step"] == 17 and saved["best"] == max(p["measured_tau"] for p in points)
+    assert saved["step"] == 18 and saved["best"] == max(p["measured_tau"] for p in points)
     assert not [p for p in trained.rglob("*") if p.suffix in (".part", ".old", ".half") or ".part-" in p.name]
 
 
@@ -82,7 +82,7 @@ def test_second_call_does_it_again(project: Path, trained: Path, cli: Cli, monke
     before = files(trained)
     result = cli("train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", trained)
     assert result.exit_code == 0, result.output
-    assert "9 rows to train on, 2 kept out" in result.stdout and "17 steps, best measured tau" in result.stdout
+    assert "9 rows to train on, 2 kept out" in result.stdout and "18 steps, best measured tau" in result.stdout
     after = files(trained)
     selected = stages.SELECTED  # written at each call
     assert after.pop(selected)[1] == before.pop(selected)[1]

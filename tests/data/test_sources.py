@@ -130,7 +130,7 @@ GOOD = b'{"text": "x"}\n'
         (b'{"a": 1} {"a": 2}\n', "not JSON (Extra data at character 10)"),
         (b'{"a":' * 100_000 + b"\n", "JSON nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}\n", "not usable JSON (Exceeds the limit (4300 digits)"),
-        (GOOD[:-3], "not JSON (Unterminated string starting at at character 10); the file ends in this line, which looks cut off"),
+        (GOOD[:-3], "not JSON (Unterminated string starting at character 10); the file ends in this line, which looks cut off"),
     ],
 )
 def test_bad_line_stops_the_run_or_its_neighbours(tmp_path: Path, bad: bytes, fault: str) -> None:
