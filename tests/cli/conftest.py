@@ -118,7 +118,7 @@ def trained(project: Path, start: Callable[..., Ended]) -> Path:
     code, out, err = start("-m", "spectrain", "train", "recipes/tiny.yaml", "--fresh-answers", "--out", "runs/one")
     assert code == 0 and "18 steps, best measured tau" in out, out + err
     assert "9 rows to train on, 2 kept out, 0 rejected\nstates in runs/one/states: 9 rows, 243 tokens, 126 supervised: at most " in out
-    assert "\nstates checked: 4 rows, " in out and "coverage of training rows 100.00% (113/113): blue " in out
+    assert "\nstates checked: 4 rows, " in out and "coverage of training rows 100.00% (126/126): blue " in out
     assert "%|" not in err and "Warning" not in err, err  # no bars where stderr is no terminal
     return project / "runs/one"
 

@@ -226,7 +226,7 @@ def test_two_processes_train_another_head(project: Path, trained: Path, two_rank
     shutil.copy(trained / "answers.jsonl", alone)
     result = cli("train", project / "recipes/tiny.yaml", "--fresh-answers", "--out", alone, "--set", "training.accumulation=2")
     assert result.exit_code == 0, result.output
-    assert "9 steps" in result.stdout
+    assert "10 steps" in result.stdout
     both, one = (load_file(f / "last/model.safetensors") for f in (folder, alone))
     for name, tensor in one.items():
         torch.testing.assert_close(both[name], tensor, atol=2e-5, rtol=1e-3)
