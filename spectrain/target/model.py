@@ -199,8 +199,8 @@ class Target:
     def fingerprints(self) -> dict[str, str]:
         """Hashes that tell whether a head, a store or an answer file belongs to this target."""
         # A target tuned with frozen embeddings differs in its layers alone.
-        parts = {"embedding_sha256": [self.embedding_VW], "layers_sha256": [p for p in self.layers[-1].parameters() if p.dim() > 1]}
-        return {**fingerprints(self.tokenizer), **{key: _hash(weights) for key, weights in parts.items()}}
+        layer = [p for p in self.layers[-1].parameters() if p.dim() > 1]
+        return {**fingerprints(self.tokenizer), "embedding_sha256": _hash([self.embedding_VW]), "layers_sha256": _hash(layer)}
 
     def encode(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
         """Token ids of a prompt: ids as they are, a string as plain text, a chat (list of messages) through the template."""
