@@ -220,8 +220,9 @@ def export(
     head: Annotated[Path, typer.Argument(help="Head directory.")],
     to: Annotated[str, typer.Option(help="eagle3 (also vllm, sglang: the same folder).")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
+    target: Annotated[str | None, typer.Option(help="The head's target; needed for heads of another width than it.")] = None,
 ) -> None:
     """Write a head for a serving engine and print the command that serves it."""
     from spectrain.cli.train import export as run
 
-    run(head, to, out)
+    run(head, to, out, target)

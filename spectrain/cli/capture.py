@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from spectrain.cli.start import open_start
 from spectrain.config import CaptureConfig, Recipe, dump_yaml, load_config
 from spectrain.data.row_store import RowStore
 from spectrain.data.rows import Row
@@ -38,7 +39,7 @@ def capture_rows(
     config, rows = settings.data.capture, RowStore(rows_dir)
     model = load_target(target, dtype=dtype, device=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None)
     check_rows_of(rows, model)
-    ids = layer_ids(settings.head, model)
+    ids = layer_ids(open_start(settings, model, console.print)[0].head, model)
     told = announce(rows, model, ids, config)
     console.print(told.text())
     if dry_run:

@@ -4,7 +4,6 @@ A run's folder holds target/ (only for a target from a package), answers.jsonl a
 training/, head/ (the best), last/, evaluation/ and export/.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,9 @@ from typing import Any
 from accelerate import Accelerator
 
 from spectrain.cli.capture import announce, check_rows_of, prepared_with
+from spectrain.cli.probe import Probe
 from spectrain.cli.regenerate import TargetAnswerer
+from spectrain.cli.start import weights_hash
 from spectrain.cli.wiring import as_drafter
 from spectrain.config import AnswersConfig, PrepareConfig, Recipe, RegenerateConfig, dump_yaml
 from spectrain.data.answers import AnswerFile
@@ -27,9 +28,8 @@ from spectrain.data.questions import answer_key, question_of, settings_of
 from spectrain.data.regenerate import answer_in_batches, open_dialogues
 from spectrain.data.row_store import RowStore
 from spectrain.data.rows import Row
-from spectrain.decoding.shapes import Chain
-from spectrain.evaluation.measure import acceptance_probe
 from spectrain.heads.base import check_head, load_head, save_head
+from spectrain.heads.targets import DraftVocabulary
 from spectrain.target.capture import capture
 from spectrain.target.check import check_store
 from spectrain.target.features import FeatureStore, OnlineFeatures
@@ -37,20 +37,24 @@ from spectrain.target.model import Target, load_target, unpack_gguf
 from spectrain.training.loop import TrainResult, train
 from spectrain.training.setup import (
     check_config,
+    check_training,
     coverage_by_domain,
     coverage_lines,
-    cut_vocabulary,
     layer_ids,
     made_with,
     new_head,
+    start_notes,
     supervised_counts,
 )
 
 PACKAGE = "package:"
-PROBE_TOKENS = 48  # new tokens an answer when a checkpoint's acceptance is measured
 PROBE_PROMPT_TOKENS = 256
 PROBE_ROWS = 32
 SELECTED = "conversations.jsonl"  # of the fresh answers, those that the recipe asks for
+NOT_OF_THE_RUN = {  # how long, how often measured and saved, where told, what is kept in memory: more than rounding changes by none
+    "max_minutes", "checkpoint_minutes", "checkpoint_steps", "keep_last", "tracker", "log_steps", "evals_per_epoch", "eval_steps",
+    "accumulation", "compile", "checkpointing",
+}  # fmt: skip
 NAMES = {"best": "head", "last": "last"}  # folders of the saved heads
 
 
@@ -77,6 +81,7 @@ def open_target(recipe: Recipe, out: Path, device: str | None = None) -> Target:
         name = str(folder)
     target = load_target(name, dtype=recipe.target.dtype, revision=recipe.target.revision, device=device)
     check_config(recipe.head, target)
+    check_training(recipe.head, recipe.training)
     return target
 
 
@@ -227,36 +232,46 @@ def capture_states(recipe: Recipe, target: Target, data: Data, out: Path, accele
 
 
 def run_training(
-    recipe: Recipe, target: Target, data: Data, samples: Samples, out: Path, accelerator: Accelerator, say: Any
+    recipe: Recipe, target: Target, data: Data, samples: Samples, out: Path, accelerator: Accelerator, say: Any, *, start: Any = None
 ) -> tuple[TrainResult, dict[str, tuple[int, int]]]:
     """Train on rows with states and keep the head with the best measured acceptance in `out`/head.
 
-    Returns the result and the draft vocabulary's coverage of the training rows by domain (tokens inside, all tokens).
+    start: a head to go on from, of `open_start`. Returns the result and the draft vocabulary's coverage of the training rows by domain
+    (tokens inside, all tokens).
     """
     if recipe.data.rows is not None:  # run.yaml says what the rows were made with, not what the recipe would have
         made = PrepareConfig(**data.rows.record["identity"]["settings"])
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"prepare": made})})
     counts_V = supervised_counts(data.rows, target.vocab_size)
-    vocabulary = cut_vocabulary(recipe.head, target, counts_V)
+    head = new_head(recipe.head, target, data.rows, seed=recipe.training.seed, counts_V=counts_V, start=start)
+    vocabulary = DraftVocabulary(target_ids=head.target_ids, d2t=head.d2t, t2d=head.t2d)
     told = {"training rows": data.rows, **({"validation rows": data.validation} if len(data.validation) else {})}
     for line in coverage_lines(vocabulary, told):
         say(line)
-    head = new_head(recipe.head, target, data.rows, seed=recipe.training.seed, counts_V=counts_V)
-    inputs = {"rows": data.rows.rows_sha256, "head": recipe.head.model_dump(mode="json"), **target.fingerprints}
-    settings = recipe.training.model_dump(mode="json", exclude={"max_minutes", "checkpoint_minutes", "tracker", "accumulation"})
-    if left_out := getattr(samples, "skipped", None):  # another order of rows: not to be resumed as the same run
-        inputs["left_out"] = sorted(left_out)
-    settings["states"] = "online" if recipe.data.online else recipe.data.capture.model_dump(mode="json", include={"states", "last"})
-    identity = hashlib.sha256(json.dumps([inputs, settings], sort_keys=True).encode()).hexdigest()
-    record = made_with(target, {"rows_sha256": inputs["rows"], "layer_ids": list(head.layer_ids), "recipe": recipe.name})
+    for note in start_notes(recipe.head, target):
+        say(note)
+    record = made_with(target, {"rows_sha256": data.rows.rows_sha256, "layer_ids": list(head.layer_ids), "recipe": recipe.name})
     asked = probe_rows(data.validation)
-    probe = acceptance_probe(target, asked, Chain(recipe.evaluation.shapes.chain), PROBE_TOKENS, as_drafter) if asked else None
+    probe = Probe(target, asked, recipe.evaluation.shapes, as_drafter) if asked else None
     result = train(
         head, samples, recipe.training, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=out / "training",
-        accelerator=accelerator, identity=identity, on_eval=probe,
+        accelerator=accelerator, identity=identity_of(recipe, target, data, samples, start), on_eval=probe,
         save=lambda trained, name: save_head(trained, out / NAMES[name], run_yaml=dump_yaml(recipe), made_with=record),
     )  # fmt: skip
     return result, coverage_by_domain(data.rows, vocabulary)
+
+
+def identity_of(recipe: Recipe, target: Target, data: Data, samples: Samples, start: Any) -> dict[str, Any]:
+    """All that a run's weights depend on; a checkpoint of another one is not resumed."""
+    identity = {
+        "rows": data.rows.rows_sha256,
+        "target": target.fingerprints,
+        "head": recipe.head.model_dump(mode="json"),
+        "training": recipe.training.model_dump(mode="json", exclude=NOT_OF_THE_RUN),
+        "states": "online" if recipe.data.online else recipe.data.capture.model_dump(mode="json", include={"states", "last"}),
+        "left_out": sorted(getattr(samples, "skipped", None) or []),  # another order of rows
+    }
+    return identity if start is None else {**identity, "start": weights_hash(start)}
 
 
 def probe_rows(rows: Sequence[Row]) -> list[Row]:

@@ -9,9 +9,11 @@ from spectrain.cli import stages
 from spectrain.cli.evaluate import check_exact
 from spectrain.cli.evaluate import evaluate as run_evaluation
 from spectrain.cli.quickstart import show, wide_console
+from spectrain.cli.start import open_start
 from spectrain.config import EvaluationConfig, Recipe, Suite, load_config, override, validate
 from spectrain.evaluation.render import write_report
-from spectrain.export.engines import export_head, serve_command
+from spectrain.export.engines import FORMATS, export_head, needs_embedding, serve_command
+from spectrain.heads.base import check_head, load_head
 from spectrain.target.model import load_target
 from spectrain.training.setup import made_with, open_accelerator
 
@@ -31,8 +33,9 @@ def train(path: Path, *, out: Path | None, fresh_answers: bool, overrides: list[
         else:
             data = stages.read_rows(recipe, target, out)
     console.print(stages.rows_line(data))
+    recipe, start = open_start(recipe, target, console.print)
     store = stages.capture_states(recipe, target, data, out, accelerator, console.print)
-    result, _ = stages.run_training(recipe, target, data, store, out, accelerator, console.print)
+    result, _ = stages.run_training(recipe, target, data, store, out, accelerator, console.print, start=start)
     best = "" if result.best is None else f", best measured tau {result.best:.3f}"
     console.print(f"{result.steps} steps{best}; head: {out}/head")
 
@@ -73,8 +76,15 @@ def show_report(folder: Path) -> None:
     show(report, folder, wide_console())
 
 
-def export(head: Path, to: str, out: Path) -> None:
-    """Write a head for an engine and print how to serve it."""
-    folder = export_head(head, to, out)
+def export(head: Path, to: str, out: Path, target: str | None) -> None:
+    """Write a head for an engine and print how to serve it. target: where the target is, for heads whose folder needs its embedding."""
+    embed_VW = None
+    if to in FORMATS and needs_embedding(head):
+        if target is None:
+            raise ValueError(f"{head} is of another width than its target, whose embedding goes into the folder: add --target NAME")
+        model = load_target(target)
+        check_head(load_head(head), model.fingerprints, model.name, model.tokenizer)
+        embed_VW = model.embedding_VW
+    folder = export_head(head, to, out, embed_VW=embed_VW)
     made = json.loads((head / "made_with.json").read_text())
     print(f"wrote {folder}\n{serve_command(folder, made['target'], num_speculative_tokens=4)}")

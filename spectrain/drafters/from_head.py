@@ -34,12 +34,12 @@ class HeadDrafter:
     def start(self, target: Target, rows: int, max_length: int) -> "_HeadSession":
         """A session; ValueError for a head of another target or on another device."""
         check_head(self.head, target.fingerprints, target.name, target.tokenizer)
-        c, device = self.head.config, self.head.fc.weight.device
+        (layers, kv_heads, head_dim), device = self.head.cache_layers, self.head.fc.weight.device
         if device.type != target.device.type:
             raise ValueError(f"the head is on {device}, {target.name} on {target.device}; load the head with device={str(target.device)!r}")
         # max_length counts every candidate of a draft, so settled tokens and the drafts staged behind them fit.
         cache = SlabCache(
-            layers=1, rows=rows, kv_heads=c.num_key_value_heads, head_dim=c.head_dim, max_length=max_length,
+            layers=layers, rows=rows, kv_heads=kv_heads, head_dim=head_dim, max_length=max_length,
             dtype=self.head.fc.weight.dtype, device=target.device,
         )  # fmt: skip
         return _HeadSession(self.head, target.embedding_VW, cache)

@@ -217,18 +217,44 @@ def compare(target: Target, records: Sequence[Record], plain: Sequence[Record], 
     return found
 
 
+@dataclass(frozen=True)
+class Acceptance:
+    """What rounds committed. by_domain: (committed tokens, rounds) of each domain. steps: (drafted, accepted) of each round, if known."""
+
+    by_domain: dict[str, tuple[int, int]]
+    steps: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def taus(self) -> dict[str, float]:
+        """tau of each domain that had a round."""
+        return {domain: tokens / rounds for domain, (tokens, rounds) in self.by_domain.items() if rounds}
+
+    @property
+    def tau(self) -> float:
+        """Macro over domains; 0 without a round."""
+        return sum(self.taus.values()) / max(1, len(self.taus))
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for tokens, _ in self.by_domain.values())
+
+    @property
+    def rounds(self) -> int:
+        return sum(rounds for _, rounds in self.by_domain.values())
+
+
+def measured_acceptance(target: Target, rows: Sequence[Row], drafter: Drafter, shape: Shape, *, max_new_tokens: int) -> Acceptance:
+    """Answer the prompts of these rows greedily in one batch, and count what the rounds commit."""
+    result = generate(target, [row.prompt_ids for row in rows], drafter=drafter, shape=shape, max_new_tokens=max_new_tokens)
+    sums = {row.domain: (0, 0) for row in rows}
+    for row, found in zip(rows, result.rows, strict=True):
+        tokens, rounds = sums[row.domain]
+        sums[row.domain] = tokens + sum(r.committed for r in found.rounds), rounds + len(found.rounds)
+    return Acceptance(sums, [(r.drafted, r.accepted) for found in result.rows for r in found.rounds])
+
+
 def acceptance_probe(
     target: Target, rows: Sequence[Row], shape: Shape, max_new_tokens: int, drafter: Callable[[Any], Drafter]
 ) -> Callable[[Any], float]:
     """A function head -> measured tau (macro over domains) on the prompts of these rows, for choosing the best checkpoint."""
-
-    def measured(head: Any) -> float:
-        result = generate(target, [row.prompt_ids for row in rows], drafter=drafter(head), shape=shape, max_new_tokens=max_new_tokens)
-        sums: dict[str, list[int]] = {}
-        for row, found in zip(rows, result.rows, strict=True):
-            both = sums.setdefault(row.domain, [0, 0])
-            both[0] += sum(r.committed for r in found.rounds)
-            both[1] += len(found.rounds)
-        return sum(tokens / max(1, rounds) for tokens, rounds in sums.values()) / len(sums)
-
-    return measured
+    return lambda head: measured_acceptance(target, rows, drafter(head), shape, max_new_tokens=max_new_tokens).tau

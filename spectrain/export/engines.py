@@ -12,71 +12,102 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from spectrain.export.layout import (
+    CONFIG,
+    COPIED,
+    EMBEDDING,
+    FLAGS,
+    PROJECTION,
+    SIZES,
+    TABLES,
+    VARIANTS,
+    WEIGHTS,
+    flat_names,
+    head_shapes,
+    read_json,
+    read_tensors,
+)
 from spectrain.heads.base import vocabulary_hash
 
-CONFIG, WEIGHTS, MADE_WITH = "config.json", "model.safetensors", "made_with.json"
+MADE_WITH = "made_with.json"
 FORMAT = 1  # of the head directory read and of the `spectrain` block written
 
 FORMATS: dict[str, str] = {
     "eagle3": "spectrain.export.engines:export_eagle3",
     "vllm": "spectrain.export.engines:export_eagle3",
-    "sglang": "spectrain.export.engines:export_eagle3",
+    "sglang": "spectrain.export.engines:export_sglang",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-SIZES = (
-    "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings", "vocab_size", "draft_vocab_size",
-)  # fmt: skip
-COPIED = (*SIZES, "hidden_act", "rms_norm_eps")  # the same key and meaning in the head directory and in the flat folder
+WHOLE = (*SIZES, "num_hidden_layers", "target_layers")  # positive whole numbers
 CONFIG_KEYS = {"head", "format", "rope_parameters", "layer_ids", "target_layers", *COPIED}
 MADE_WITH_KEYS = ("target", "target_revision", "tokenizer_sha256", "template_sha256", "vocabulary_sha256", "versions")
 
 
-def export_head(head_dir: Path, to: str, out: Path, *, dtype: str | None = None) -> Path:
+def export_head(head_dir: Path, to: str, out: Path, *, dtype: str | None = None, embed_VW: Tensor | None = None) -> Path:
     """Writes the head in `head_dir` to `out` in the format named `to`, one of FORMATS. ValueError for an unknown one."""
     if to not in FORMATS:
         raise ValueError(f"export format {to!r} is unknown; choose one of {', '.join(FORMATS)}")
     module, function = FORMATS[to].split(":")
-    path: Path = getattr(importlib.import_module(module), function)(head_dir, out, dtype=dtype)
+    path: Path = getattr(importlib.import_module(module), function)(head_dir, out, dtype=dtype, embed_VW=embed_VW)
     return path
 
 
-def export_eagle3(head_dir: Path, out: Path, *, dtype: str | None = None) -> Path:
+def needs_embedding(head_dir: Path) -> bool:
+    """Whether `export_head` must be given the target's embedding: where the head is of another width than the target."""
+    config, _ = _read_head(Path(head_dir))
+    return bool(config["hidden_size"] != config["target_hidden_size"])
+
+
+def export_eagle3(head_dir: Path, out: Path, *, dtype: str | None = None, embed_VW: Tensor | None = None) -> Path:
     """Writes the flat EAGLE-3 folder (config.json, model.safetensors) that vLLM, SGLang and TensorRT-LLM load; returns `out`.
 
-    dtype: "float32", "bfloat16" or "float16" of every weight; None keeps what the head was saved in. The folder appears whole or
-    not at all, and replaces an earlier export; the embedding is the target's and is not written. ValueError for a head that is
-    incomplete, inconsistent or of another kind, and for an `out` that holds something else. Heads: EAGLE-3, arXiv 2503.01840.
+    dtype: "float32", "bfloat16" or "float16" of every weight; None keeps what the head was saved in. embed_VW: the target's embedding;
+    read where `needs_embedding` says so, to write an embedding table of the head's width; else the embedding is the target's and is not
+    written. The folder appears whole or not at all, and replaces an earlier export. ValueError for a head that is incomplete,
+    inconsistent or of another kind, and for an `out` that holds something else. Heads: EAGLE-3, arXiv 2503.01840.
     """
     head_dir, destination = Path(head_dir), Path(out).resolve()
-    if missing := [name for name in (CONFIG, WEIGHTS, MADE_WITH) if not (head_dir / name).is_file()]:
-        raise ValueError(
-            f"{head_dir} lacks {', '.join(missing)}; a head directory with {CONFIG}, {WEIGHTS} and {MADE_WITH} was needed: give the "
-            "folder of a finished training"
-        )
-    config, made_with = _read_json(head_dir / CONFIG), _read_json(head_dir / MADE_WITH)
-    _check_config(config, head_dir)
+    config, made_with = _read_head(head_dir)
     if missing := [key for key in MADE_WITH_KEYS if key not in made_with]:
         raise ValueError(f"{head_dir / MADE_WITH} lacks {', '.join(missing)}, which tie a head to its target; train the head again")
     _check_destination(destination)
-    tensors = _read_tensors(head_dir / WEIGHTS)
+    tensors = read_tensors(head_dir / WEIGHTS)
     _check_shapes(tensors, config, head_dir)
     _check_vocabulary(tensors, config["vocab_size"], made_with["vocabulary_sha256"], head_dir)
+    if PROJECTION in tensors:
+        tensors[EMBEDDING] = _own_embedding(tensors.pop(PROJECTION), embed_VW, config, head_dir)
     tensors, dtype = _cast(tensors, dtype, head_dir)
     if config["draft_vocab_size"] == config["vocab_size"]:
         # A full head needs no map, and vLLM refuses a `d2t` that it has no parameter for.
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    _write(destination, flat_config(config, made_with, dtype), tensors)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in TABLES}
+    _write(destination, flat_config(config, made_with, dtype), flat_names(tensors, config["num_hidden_layers"]))
     return out
 
 
+def export_sglang(head_dir: Path, out: Path, *, dtype: str | None = None, embed_VW: Tensor | None = None) -> Path:
+    """`export_eagle3` for a head that SGLang computes as it was trained; ValueError for one that it would compute otherwise.
+
+    SGLang skips options and tensors that it does not know without a word. Its EAGLE-3 layer adds the feature without its norm to the
+    stream, has no norm over all fused states together, and takes the target's own embedding whatever the folder holds.
+    """
+    config, _ = _read_head(Path(head_dir))
+    unknown = [flag for flag in ("norm_before_residual", "norm_before_fc") if config[flag]]
+    if config["hidden_size"] != config["target_hidden_size"]:
+        unknown.append(f"hidden_size {config['hidden_size']} beside target_hidden_size {config['target_hidden_size']}")
+    if unknown:
+        raise ValueError(
+            f"{Path(head_dir) / CONFIG} has {', '.join(unknown)}, which SGLang ignores; serve the head with vLLM (export it to vllm), or "
+            "train one without (fc_norm and norm_output are known to SGLang)"
+        )
+    return export_eagle3(head_dir, out, dtype=dtype, embed_VW=embed_VW)
+
+
 def flat_config(config: dict[str, Any], made_with: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The config.json of the flat EAGLE-3 folder, for a head's own config.json and made_with.json.
+    """The config.json of the flat EAGLE-3 folder, for a head's own config.json (`VARIANTS` filled in) and made_with.json.
 
     vLLM takes the top-level layer ids as hs[i]; SGLang and TensorRT-LLM take the nested ones as outputs of layer i, hs[i + 1].
     transformers 5 reads `rope_parameters` and `dtype`; older readers `rope_theta`, `rope_scaling` and `torch_dtype`.
@@ -87,23 +118,22 @@ def flat_config(config: dict[str, Any], made_with: dict[str, Any], dtype: str) -
         "model_type": "llama",
         "torch_dtype": dtype,
         "dtype": dtype,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config["num_hidden_layers"],
         **{key: config[key] for key in COPIED},
         **_rope(config["rope_parameters"]),
         "attention_bias": False,
         "mlp_bias": False,
         "bias": False,
         "tie_word_embeddings": False,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **{flag: config[flag] for flag in FLAGS},
+        **_window(config),
         "num_aux_hidden_states": len(ids),
         "eagle_aux_hidden_state_layer_ids": list(ids),
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids],
             "use_aux_hidden_state": True,
-            "norm_before_fc": False,
+            "norm_before_fc": config["norm_before_fc"],
+            "return_hidden_post_norm": config["norm_output"],  # TensorRT-LLM's name for it
             "next_layer_regular": True,
         },
         "spectrain": {
@@ -112,7 +142,7 @@ def flat_config(config: dict[str, Any], made_with: dict[str, Any], dtype: str) -
             "head": config["head"],
             "hs_layer_ids": list(ids),
             "target_layers": config["target_layers"],
-            "embedding": "shared",
+            "embedding": "shared" if config["hidden_size"] == config["target_hidden_size"] else "own",
         },
     }
 
@@ -136,9 +166,18 @@ def serve_command(out: Path, target: str, *, engine: str = "vllm", num_speculati
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": num_speculative_tokens + 1,  # counts the token in hand
         }
+        if window := read_json(out / CONFIG).get("sliding_window") if (out / CONFIG).is_file() else None:
+            chain["speculative-draft-window-size"] = window - 1  # keys before the own one; no key of the config is read
         arguments = [part for key, value in chain.items() for part in (f"--{key}", str(value))]
         return shlex.join(["python", "-m", "sglang.launch_server", *arguments])
     raise ValueError(f"engine {engine!r} is unknown; choose vllm or sglang")
+
+
+def _window(config: dict[str, Any]) -> dict[str, Any]:
+    """A window of w keys, the own one among them, on every layer. vLLM looks at the kind of each layer and only then at the width."""
+    if config["sliding_window"] is None:
+        return {}
+    return {"sliding_window": config["sliding_window"], "layer_types": ["sliding_attention"] * config["num_hidden_layers"]}
 
 
 def _rope(rope: dict[str, Any]) -> dict[str, Any]:
@@ -151,21 +190,16 @@ def _rope(rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); give the folder of a finished training") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, an object was needed; give the folder of a finished training")
-    return value
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read as safetensors ({error}); save or download the head again") from error
+def _read_head(head_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json with every variant filled in, and made_with.json, of a head that the flat format can express."""
+    if missing := [name for name in (CONFIG, WEIGHTS, MADE_WITH) if not (head_dir / name).is_file()]:
+        raise ValueError(
+            f"{head_dir} lacks {', '.join(missing)}; a head directory with {CONFIG}, {WEIGHTS} and {MADE_WITH} was needed: give the "
+            "folder of a finished training"
+        )
+    config, made_with = VARIANTS | read_json(head_dir / CONFIG), read_json(head_dir / MADE_WITH)
+    _check_config(config, head_dir)
+    return config, made_with
 
 
 def _check_config(config: dict[str, Any], head_dir: Path) -> None:
@@ -175,21 +209,17 @@ def _check_config(config: dict[str, Any], head_dir: Path) -> None:
         raise ValueError(f"{where} says head {config.get('head')!r}, the flat format needs eagle3; train a head with an eagle3 recipe")
     if config.get("format") != FORMAT:
         raise ValueError(f"{where} says format {config.get('format')!r}, needed {FORMAT}; use the spectrain version that saved this head")
-    missing, unknown = sorted(CONFIG_KEYS - config.keys()), sorted(config.keys() - CONFIG_KEYS)
+    missing, unknown = sorted(CONFIG_KEYS - config.keys()), sorted(config.keys() - CONFIG_KEYS - VARIANTS.keys())
     if missing or unknown:
         raise ValueError(
             f"{where} lacks {', '.join(missing) or 'nothing'} and has unknown keys {', '.join(unknown) or 'none'}; "
             "use the spectrain version that saved this head"
         )
-    if bad := [f"{key} {config[key]!r}" for key in (*SIZES, "target_layers") if type(config[key]) is not int or config[key] < 1]:
+    if bad := [f"{key} {config[key]!r}" for key in WHOLE if type(config[key]) is not int or config[key] < 1]:
         raise ValueError(f"{where} has {', '.join(bad)}; positive whole numbers were needed: train the head again")
     if config["hidden_act"] != "silu":
         raise ValueError(f"{where} has hidden_act {config['hidden_act']!r}; engines build EAGLE-3 layers with silu only: train with silu")
-    if config["hidden_size"] != config["target_hidden_size"]:
-        raise ValueError(
-            f"{where} has hidden_size {config['hidden_size']} but target_hidden_size {config['target_hidden_size']}; engines feed the "
-            "target's embedding to the head, so both must be equal: train a head of the target's width"
-        )
+    _check_variants(config, where)
     rope = config["rope_parameters"]
     if not isinstance(rope, dict) or not {"rope_type", "rope_theta"} <= rope.keys():
         raise ValueError(
@@ -204,6 +234,20 @@ def _check_config(config: dict[str, Any], head_dir: Path) -> None:
     _check_layers(config["layer_ids"], config["target_layers"], where)
 
 
+def _check_variants(config: dict[str, Any], where: Path) -> None:
+    window = config["sliding_window"]
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"{where} has sliding_window {window!r}; a positive whole number or null was needed: train the head again")
+    if bad := [f"{flag} {config[flag]!r}" for flag in FLAGS if type(config[flag]) is not bool]:
+        raise ValueError(f"{where} has {', '.join(bad)}; true or false was needed: train the head again")
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    if width % heads:
+        raise ValueError(
+            f"{where} has hidden_size {width} and num_attention_heads {heads}; engines need a width that the heads divide: train a head "
+            f"of a hidden_size that is a multiple of {heads}"
+        )
+
+
 def _check_layers(ids: Any, num_layers: int, where: Path) -> None:
     """Engines sort and de-duplicate the ids, and SGLang captures neither the embeddings hs[0] nor the last state."""
     sound = isinstance(ids, list) and ids and all(type(i) is int for i in ids)
@@ -214,33 +258,21 @@ def _check_layers(ids: Any, num_layers: int, where: Path) -> None:
         )
 
 
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an EAGLE-3 head directory with its shape."""
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    return {
-        "fc.weight": (width, len(config["layer_ids"]) * config["target_hidden_size"]),
-        "midlayer.input_layernorm.weight": (width,),
-        "midlayer.hidden_norm.weight": (width,),
-        "midlayer.post_attention_layernorm.weight": (width,),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * width),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * width),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * width),
-        "midlayer.self_attn.o_proj.weight": (width, queries),
-        "midlayer.mlp.gate_proj.weight": (inner, width),
-        "midlayer.mlp.up_proj.weight": (inner, width),
-        "midlayer.mlp.down_proj.weight": (width, inner),
-        "norm.weight": (width,),
-        "lm_head.weight": (config["draft_vocab_size"], width),
-        "d2t": (config["draft_vocab_size"],),
-        "t2d": (config["vocab_size"],),
-    }
+def _own_embedding(projection_HW: Tensor, embed_VW: Tensor | None, config: dict[str, Any], head_dir: Path) -> Tensor:
+    """The table [V, H] that a head of another width than the target reads: the target's embedding through the head's projection."""
+    shape = (config["vocab_size"], config["target_hidden_size"])
+    if embed_VW is None or tuple(embed_VW.shape) != shape:
+        found = "none was given" if embed_VW is None else f"{list(embed_VW.shape)} was given"
+        raise ValueError(
+            f"{head_dir} is {config['hidden_size']} wide and its target {config['target_hidden_size']}; an engine needs the head's own "
+            f"embedding table, made from the target's {list(shape)} ({found}): name the target when exporting"
+        )
+    return (embed_VW.float().cpu() @ projection_HW.float().T).to(projection_HW.dtype)
 
 
 def _check_shapes(tensors: dict[str, Tensor], config: dict[str, Any], head_dir: Path) -> None:
     """Refuses missing, unexpected and misshapen tensors. The flat format would drop or misread them silently."""
-    where, needed = head_dir / WEIGHTS, _shapes(config)
+    where, needed = head_dir / WEIGHTS, head_shapes(config)
     if missing := sorted(needed.keys() - tensors.keys()):
         raise ValueError(f"{where} lacks {', '.join(missing)}; save the head again with save_head, which writes all of its tensors")
     if unexpected := sorted(tensors.keys() - needed.keys()):
@@ -328,7 +360,7 @@ def _check_destination(out: Path) -> None:
 
 def _is_export(out: Path) -> bool:
     try:
-        return "spectrain" in _read_json(out / CONFIG)
+        return "spectrain" in read_json(out / CONFIG)
     except (OSError, ValueError):
         return False
 

@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,15 +67,45 @@ class TrainingBatch(Protocol):
     def states_BLF(self) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class StepOutput:
+    """One test-time step of a head over its R counted rows; they answer the token `ahead` of their own.
+
+    hidden_RH: what the output layer reads. output_VdH: its rows: logits = hidden @ output.T, made piece by piece by the losses.
+    feature_RW: the head's guess of the target's last state, where the family has one.
+    """
+
+    ahead: int
+    hidden_RH: Tensor
+    output_VdH: Tensor
+    feature_RW: Tensor | None = None
+
+
 class DraftHead(Protocol):
-    """A trainable drafter on the target's hidden states. It never sees the target: embeddings come as arguments."""
+    """A trainable drafter on the target's hidden states. It never sees the target: embeddings come as arguments.
+
+    gives_feature: whether its outputs hold a guess of the target's last state. cache_layers: layers, key heads and head size of the
+    cache that it drafts with. layers: its decoder layers, whose calls `training.compile` compiles.
+    """
 
     config: Any
+    gives_feature: bool
     layer_ids: tuple[int, ...]
     target_ids: Tensor
 
+    @property
+    def layers(self) -> Sequence[torch.nn.Module]: ...
+
+    @property
+    def cache_layers(self) -> tuple[int, int, int]: ...
+
+    def outputs(
+        self, batch: TrainingBatch, row_R: Tensor, embed_VW: Tensor, steps: int, *, checkpointing: bool = False
+    ) -> Iterator[StepOutput]:
+        """What the output layer reads at the given flat rows (b * L + i, rising), one a test-time step; for training."""
+
     def rows(self, batch: TrainingBatch, row_R: Tensor, embed_VW: Tensor, steps: int) -> Iterator[tuple[int, Tensor]]:
-        """(ahead, logits [R, Vd]) of the given flat rows (b * L + i), one pair a test-time step."""
+        """(ahead, logits [R, Vd]) of the given flat rows, one pair a test-time step: `outputs` through the output layer."""
 
     def begin(
         self, states_BNF: Tensor, next_BN: Tensor, count_B: Tensor, embed_VW: Tensor, cache: KeyValueCache, state: DraftState | None

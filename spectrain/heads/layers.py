@@ -1,6 +1,6 @@
 """Parts that heads share: norm, rotary positions, gated MLP. Names of the parameters are those of the published checkpoints.
 
-Legend: B rows, N positions, H width, D head size.
+Legend: B rows, N positions, X any of these, H heads, D head size.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         scaled = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
 
@@ -37,12 +39,34 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def rotary_settings(config: Any) -> dict[str, Any]:
+    """Rotary settings of a model's or a head's config (an object or a mapping), whatever the field layout: `rope_parameters` of
+    transformers 5, or `rope_theta` and `rope_scaling` (whose type was called `type`) of earlier ones.
+
+    Where layers have settings of their own, those of full attention. A partial rotary (a share of each head) is left out: a head turns
+    the whole of its own. ValueError where there is no base.
+    """
+    names = ("rope_parameters", "rope_scaling", "rope_theta")
+    fields = config if isinstance(config, Mapping) else {name: getattr(config, name, None) for name in names}
+    found: dict[str, Any] = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    if by_kind := {kind: value for kind, value in found.items() if isinstance(value, Mapping)}:
+        found = dict(by_kind.get("full_attention") or next(iter(by_kind.values())))
+    kind = found.pop("type", "default")
+    found.setdefault("rope_type", kind)
+    found.setdefault("rope_theta", fields.get("rope_theta"))
+    found.pop("partial_rotary_factor", None)
+    if not isinstance(found["rope_theta"], int | float):
+        raise ValueError("the config names no base of the rotary positions (rope_parameters.rope_theta, or rope_theta); add it")
+    return found
+
+
 def rotary_frequencies(parameters: Mapping[str, Any], *, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
     """Inverse frequencies [D/2] in float32 and the attention scaling, from a target's `rope_parameters`.
 
     Every type that transformers knows (default, linear, llama3, yarn, ...) goes through its own function.
     """
-    kind = parameters.get("rope_type", "default")
+    parameters = rotary_settings({"rope_parameters": parameters})
+    kind = parameters["rope_type"]
     if kind == "default":
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return 1.0 / parameters["rope_theta"] ** exponent, 1.0
@@ -63,8 +87,8 @@ def rotary_table(positions_BN: Tensor, frequencies: Tensor, scaling: float) -> t
     return angle_BND.cos() * scaling, angle_BND.sin() * scaling
 
 
-def rotate(x_BNHD: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) with the two halves of a head as the pairs."""
-    first, second = x_BNHD.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x_BNHD * cos_BND[:, :, None] + turned * sin_BND[:, :, None]).to(x_BNHD.dtype)
+def rotate(x_XHD: Tensor, cos_XD: Tensor, sin_XD: Tensor) -> Tensor:
+    """Rotary embedding (arXiv 2104.09864) with the two halves of a head as the pairs; cos and sin are the same for both halves."""
+    first, second = x_XHD.chunk(2, dim=-1)
+    cos, sin = (table_XD.chunk(2, dim=-1)[0].unsqueeze(-2) for table_XD in (cos_XD, sin_XD))
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_XHD.dtype)

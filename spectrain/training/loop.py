@@ -4,28 +4,33 @@ Legend: B rows or lines, L tokens, R counted rows of a batch, P supervised posit
 vocabulary, Vd draft vocabulary.
 """
 
+import json
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
-from torch import Tensor
+from accelerate.utils import gather_object, set_seed
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from spectrain.config import TrainingConfig
 from spectrain.data.batches import Batch, Samples, leave_out_broken, pack, split
-from spectrain.data.order import Lines, Order, Planner, check_lines, row_shares, sizes
-from spectrain.data.rows import Row
+from spectrain.data.order import Lines, Order, Planner, Sizes, check_lines, row_shares, sizes
 from spectrain.heads.base import check_vocabulary
-from spectrain.heads.losses import Counts, draft_counts
+from spectrain.heads.losses import Counts, Labels, LossResult, unrolled_loss
 from spectrain.heads.targets import counted
-from spectrain.training.checkpoint import GracefulStop, load_checkpoint, save_checkpoint
+from spectrain.training.checkpoint import Checkpoints, GracefulStop
+from spectrain.training.optim import averaged, make_optimizer, set_rates
 from spectrain.training.schedule import Pace, learning_rate
 from spectrain.training.tracking import Progress
+
+Measure = Callable[[Any], Mapping[str, Any]]
+Save = Callable[[Any, str], None]
 
 
 @dataclass
@@ -41,104 +46,153 @@ class TrainResult:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """A batch on the device with its counted rows: flat numbers [R], and for each step k which of them count [K][R]; and the ids of
-    its samples that were left out because they are not finite."""
+class Work:
+    """A batch on the device with its counted rows: flat numbers [R], which of them count at each step [K, R], and their weights [R]
+    (None: all 1). broken: ids of its samples that were left out because they are not finite. seconds: spent waiting for it."""
 
     batch: Batch
     row_R: Tensor
-    counts_KR: list[Tensor]
+    counts_KR: Tensor
+    weight_R: Tensor | None
     broken: list[str]
+    seconds: float
+
+    @property
+    def weight(self) -> Tensor:
+        """What the loss of this batch is divided by, when it is alone."""
+        first_R = self.counts_KR[0]
+        return first_R.sum().float() if self.weight_R is None else self.weight_R[first_R].sum()
+
+
+class Trainee(nn.Module):
+    """The head with its loss: what accelerate wraps, so that one forward pass of a process is all that its gradients come from."""
+
+    def __init__(self, head: Any, config: TrainingConfig, *, embed_VW: Tensor, output_VW: Tensor) -> None:
+        super().__init__()
+        self.head, self.config, self.target_ids = head, config, head.target_ids
+        self.embed_VW, self.rows_VdW = embed_VW, output_VW[head.target_ids].float()
+        for layer in head.layers if config.compile else ():
+            layer.compile(dynamic=True)  # what comes after attention; batches differ in their number of rows
+
+    def forward(self, work: Work) -> LossResult:
+        """The loss of row i at step k against the target's law after token i + 1 + k, summed over rows and steps."""
+        batch, config = work.batch, self.config
+        steps = self.head.outputs(batch, work.row_R, self.embed_VW, config.ttt_steps, checkpointing=config.checkpointing)
+        number_L = batch.mask_BL.flatten().cumsum(0) - 1  # of each supervised token among them
+        labels = Labels(
+            last_PW=batch.last_PW, lse_P=batch.lse_P, best_P=batch.best_P, rows_VdW=self.rows_VdW, number_R=number_L[work.row_R + 1],
+            counts_KR=work.counts_KR, weight_R=work.weight_R, target_ids=self.target_ids,
+        )  # fmt: skip
+        return unrolled_loss(list(steps), labels, config.loss)
 
 
 def train(
     head: Any, samples: Samples, config: TrainingConfig, *, embed_VW: Tensor, output_VW: Tensor, out: Path, accelerator: Accelerator,
-    save: Callable[[Any, str], None], on_eval: Callable[[Any], float] | None = None, identity: str = "",
+    save: Save, on_eval: Measure | None = None, identity: Mapping[str, Any] | None = None,
 ) -> TrainResult:  # fmt: skip
-    """Train `head` on `samples` and keep the checkpoint with the best measured acceptance.
+    """Train `head` on `samples` and keep the weights with the best measured acceptance.
 
     embed_VW, output_VW: the target's embedding and output rows. save(head, name): write a head directory (`best`, `last`).
-    on_eval(head) -> measured tau. identity: hash of all that the run depends on; a checkpoint in `out` with the same identity is
-    resumed, another is refused. It goes on in mid-epoch at any number of processes and accumulation: no batch is lost or comes twice,
-    and the learning rate keeps its place in the data. SIGINT and SIGTERM save and raise KeyboardInterrupt. Raises ValueError when no
+    on_eval(head) -> plain values with `measured_tau`. identity: plain values (nested) that the run depends on; a checkpoint in `out`
+    with the same ones is resumed, another is refused. It goes on in mid-epoch at any number of processes and accumulation: no batch
+    is lost or comes twice, and the learning rate keeps its place in the data. A finished run, and one whose time is up, says so and
+    returns. SIGINT and SIGTERM save and raise KeyboardInterrupt. Seeds this process's random generators. Raises ValueError when no
     row counts, or the head has no table of its draft vocabulary.
     """
     check_vocabulary(head)
-    rank, world = accelerator.process_index, accelerator.num_processes
-    window, device = config.accumulation * world, accelerator.device
-    order, shares, pace = _order(samples.rows, config, window)
-
-    trainable = [p for p in head.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(pace.place(step), pace.total, config))
-    model, optimizer = accelerator.prepare(head, optimizer)
-    inner = accelerator.unwrap_model(model)
-    scanned_Vd = head.target_ids.tolist()
-    saved = load_checkpoint(out, identity, inner, optimizer, schedule)
-    result, pace, spent, notes = _resume(saved, order, pace, shares, config)
-    notes, step = [*notes, *_vocabulary_note(scanned_Vd, inner.target_ids.tolist())], result.steps
-    embed_VW, rows_VdW = embed_VW.to(device), output_VW.to(device)[inner.target_ids.to(device)].float()
-    progress, started = Progress(pace.last, step, accelerator, config.tracker, out), time.monotonic()
-    progress.note("\n".join(notes))
-    saved_at, measured = started, _measured_so_far(saved, config, device)
+    rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    window, scanned_Vd = config.accumulation * world, head.target_ids.tolist()
+    found, order, shares, pace = _order(samples, config, window)
+    set_seed(config.seed, device_specific=True)
+    optimizer = make_optimizer(head.to(device), config)
+    average = averaged(head, config.ema) if config.ema else None
+    checkpoints = Checkpoints(
+        out, _parts(head=head, optimizer=optimizer, ema=average, scaler=accelerator.scaler), identity=identity or {},
+        keep_last=config.keep_last, accelerator=accelerator,
+    )  # fmt: skip
+    saved, notes = checkpoints.load()
+    result, pace, spent, more = _resume(saved, order, pace, shares, config)
+    notes += [*more, *_vocabulary_note(scanned_Vd, head.target_ids.tolist()), *_ended_note(result.steps, pace, spent, config)]
+    trainee = Trainee(head, config, embed_VW=embed_VW.detach().to(device), output_VW=output_VW.detach().to(device))
+    model, optimizer = accelerator.prepare(trainee, optimizer)
+    step, over = result.steps, _time_is_up(spent, config)
+    told = config if step < pace.last and not over else config.model_copy(update={"tracker": "none"})  # nothing to track
+    measured = _measured_so_far(saved, config, device)
+    started = saved_at = time.monotonic()
     model.train()
-    with GracefulStop() as stop:
-        while step < pace.last:
+    with Progress(pace.last, step, accelerator, told, out) as progress, GracefulStop() as stop:
+        progress.note("\n".join(notes))
+        while step < pace.last and not over:
+            began = time.monotonic()
             batches, due = order.take(window, config.evals_per_epoch)
+            tokens = int(found.length_N[[i for lines in batches for line in lines for i in line]].sum())
             batches += [[]] * (window - len(batches))  # every process has as many, so that all take part in every update
             works = [_work(samples, lines, config, device) for lines in batches[rank::world]]
-            rows = torch.stack([w.counts_KR[0].sum() for w in works]).sum()
-            rows_all, broken = accelerator.reduce(torch.stack([rows, rows.new_tensor(sum(len(w.broken) for w in works))]), reduction="sum")
-            parts = []
+            weight, broken = _over_all(works, accelerator)
+            counts = Counts.zeros(config.ttt_steps, device)
             for i, work in enumerate(works):
-                accelerator.gradient_state._set_sync_gradients(i == len(works) - 1)
-                with accelerator.autocast():
-                    part = _counts(model, inner, work, embed_VW, rows_VdW, config)
-                # Ranks average their gradients, so the sum over all ranks' rows needs the factor `world`.
-                accelerator.backward(_weighted(part, config) / rows_all.clamp(min=1) * world)
-                parts.append(part.detach())
-            updated = _update(optimizer, schedule, trainable, config, accelerator)
+                with _exchange(model, accelerator, now=i == len(works) - 1):
+                    loss = model(work)
+                    # Processes average their gradients, so the sum over all of them needs the factor `world`.
+                    accelerator.backward(loss.total / weight * world)
+                counts = counts + loss.counts.detach()
+            factor = learning_rate(pace.place(step), pace.total, config)
+            updated = _update(optimizer, factor, head, average, config, accelerator)
             result.steps = step = step + 1
-            counts = Counts(*(accelerator.reduce(f, reduction="sum") for f in sum(parts[1:], start=parts[0]).fields))
+            counts = Counts.from_flat(accelerator.reduce(counts.flat(), reduction="sum"), config.ttt_steps)
             if updated:
                 measured = measured + counts
             else:
                 progress.note(f"step {step}: gradient not finite, update skipped")
             if broken:
-                result.skipped += int(broken)
+                result.skipped += broken
                 progress.note(_broken_note(step, works))
-            seconds = spent + time.monotonic() - started
-            progress.step(step, counts, lr=float(schedule.get_last_lr()[0]))
-            asked, over = _on_any(accelerator, stop.asked, config.max_minutes is not None and seconds > 60 * config.max_minutes)
-            last = step == pace.last or over
-            if due or last:
-                _measure(inner, model, on_eval, save, result, measured, step, seconds, accelerator, progress, last=last)
+            now = time.monotonic()
+            progress.step(
+                step=step, counts=counts, lr=config.lr * factor, total_tokens=tokens, wait_seconds=sum(w.seconds for w in works),
+                step_seconds=now - began,
+            )  # fmt: skip
+            seconds, late = spent + now - started, now - saved_at > 60 * config.checkpoint_minutes
+            asked, over, late = _on_any(accelerator, stop.asked, _time_is_up(seconds, config), late)
+            last = over or step == pace.last
+            if last or (due if config.eval_steps is None else step % config.eval_steps == 0):
+                _measure(head, average, on_eval, save, result, measured, step, seconds, accelerator, progress, last=last)
                 measured = Counts.zeros(config.ttt_steps, device)
-            if asked or last or time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
-                place = {"step": pace.last if over else step, "seconds": seconds, "order": order.state, "pace": pace.state()}
-                found = {"best": result.best, "history": result.history, "skipped": result.skipped, "measured": measured.fields}
-                save_checkpoint(out, identity, inner, optimizer, schedule, {**place, **found}, accelerator)
+            if last or asked or late or (config.checkpoint_steps and step % config.checkpoint_steps == 0):
+                place = {"step": step, "seconds": spent + time.monotonic() - started, "order": order.state, "pace": pace.state()}
+                so_far = {"best": result.best, "history": result.history, "skipped": result.skipped, "measured": measured.flat().cpu()}
+                progress.flush()
+                checkpoints.save({**place, **so_far})
                 saved_at = time.monotonic()
             if asked:
                 raise KeyboardInterrupt(f"stopped after step {step} of {pace.last}")
-            if over:
-                break
-    progress.close()
     return result
 
 
-def _order(rows: Sequence[Row], config: TrainingConfig, window: int) -> tuple[Order, dict[str, int], Pace]:
-    """The run's batches, rows an epoch draws by domain, and the pace of a new run. ValueError when no row counts or one is longer
-    than a line."""
-    found = sizes(rows)
+def _parts(**parts: Any) -> dict[str, Any]:
+    """What a checkpoint holds, by name; what the run has none of is left out."""
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _over_all(works: Sequence[Work], accelerator: Accelerator) -> tuple[Tensor, int]:
+    """Over all processes: the weight that the step's loss is divided by, and how many samples were left out."""
+    weight = torch.stack([w.weight for w in works]).sum()
+    weight, broken = accelerator.reduce(torch.stack([weight, weight.new_tensor(sum(len(w.broken) for w in works))]), reduction="sum")
+    return weight.clamp(min=1e-6), int(broken)
+
+
+def _order(samples: Samples, config: TrainingConfig, window: int) -> tuple[Sizes, Order, dict[str, int], Pace]:
+    """Sizes of the rows, the run's batches, rows an epoch draws by domain, and the pace of a new run. ValueError when no row counts or
+    one is longer than a line."""
+    found = sizes(samples.rows)
     if not found.supervised_N.any():
         raise ValueError("no row has two supervised tokens in a line: nothing to train on; check the answers and max_length")
-    check_lines(rows, found, config.packing)
+    check_lines(samples.rows, found, config.packing)
     quota = row_shares(found, config.domain_weights, config.rows_per_epoch)
     planner = Planner(found, per_batch=config.tokens_per_step, seed=config.seed, quota=quota, packing=config.packing)
     order = Order(planner.plan, config.epochs)
     left = order.steps_left(window, config.steps)
-    return order, quota, Pace(window, total=left, left=left)
+    return found, order, quota, Pace(window, total=left, left=left)
 
 
 def _rows_note(shares: dict[str, int]) -> str:
@@ -164,9 +218,22 @@ def _resume(
     return result, pace, saved["seconds"], notes
 
 
+def _time_is_up(seconds: float, config: TrainingConfig) -> bool:
+    return config.max_minutes is not None and seconds > 60 * config.max_minutes
+
+
+def _ended_note(step: int, pace: Pace, spent: float, config: TrainingConfig) -> list[str]:
+    if step >= pace.last:
+        return [f"the run is finished: all {step} steps are done"]
+    if config.max_minutes is not None and _time_is_up(spent, config):
+        had = f"the run stands at step {step} of {pace.last} and has had {spent / 60:.1f} of its {config.max_minutes:g} minutes"
+        return [f"{had}; to go on: --set training.max_minutes=… (null: no limit)"]
+    return []
+
+
 def _measured_so_far(saved: dict[str, Any] | None, config: TrainingConfig, device: torch.device) -> Counts:
     """Counts since the last measured point."""
-    return Counts.zeros(config.ttt_steps, device) if saved is None else Counts(*(f.to(device) for f in saved["measured"]))
+    return Counts.zeros(config.ttt_steps, device) if saved is None else Counts.from_flat(saved["measured"].to(device), config.ttt_steps)
 
 
 def _vocabulary_note(scanned: list[int], kept: list[int]) -> list[str]:
@@ -176,22 +243,30 @@ def _vocabulary_note(scanned: list[int], kept: list[int]) -> list[str]:
     return [f"the draft vocabulary is the checkpoint's; a new scan of the rows would differ in {differing} of {len(kept)} tokens"]
 
 
-def _broken_note(step: int, works: Sequence[_Work]) -> str:
+def _broken_note(step: int, works: Sequence[Work]) -> str:
     ids = sorted(gather_object([i for work in works for i in work.broken]))
     named = ", ".join(ids[:5]) + (", …" if len(ids) > 5 else "")
     return f"step {step}: {len(ids)} samples left out, their states are not finite: {named}"
 
 
-def _update(optimizer: Any, schedule: Any, trainable: Sequence[Tensor], config: TrainingConfig, accelerator: Accelerator) -> bool:
-    """Clip, step, clear; False when the gradient was not finite and the update was left out."""
-    norm = accelerator.clip_grad_norm_(trainable, config.max_grad_norm)
-    finite = bool(torch.isfinite(norm))
+def _exchange(model: nn.Module, accelerator: Accelerator, *, now: bool) -> AbstractContextManager[Any]:
+    """Passes within exchange gradients between processes, and let the optimizer step, only at the end of a window."""
+    accelerator.gradient_state._set_sync_gradients(now)
+    return nullcontext() if now else accelerator.no_sync(model)
+
+
+def _update(
+    optimizer: Any, factor: float, head: nn.Module, average: AveragedModel | None, config: TrainingConfig, accelerator: Accelerator
+) -> bool:
+    """Clip, step, clear, average; False when the gradient was not finite and the update was left out."""
+    trainable = [p for p in head.parameters() if p.requires_grad]
+    finite = bool(torch.isfinite(accelerator.clip_grad_norm_(trainable, config.max_grad_norm)))
     if finite or accelerator.scaler is not None:  # in float16 the scaler leaves the update out itself, and lowers its scale
+        set_rates(optimizer, factor, config)
         optimizer.step()
-    with warnings.catch_warnings():  # of a first update that was left out, torch says that the order of the two calls is wrong
-        warnings.simplefilter("ignore", UserWarning)
-        schedule.step()
     optimizer.zero_grad()
+    if finite and average is not None:
+        average.update_parameters(head)
     return finite
 
 
@@ -200,8 +275,9 @@ def _on_any(accelerator: Accelerator, *flags: bool) -> list[bool]:
     return [bool(f) for f in accelerator.reduce(torch.tensor(flags, dtype=torch.float, device=accelerator.device), reduction="sum")]
 
 
-def _work(samples: Samples, lines: Lines, config: TrainingConfig, device: torch.device) -> _Work:
+def _work(samples: Samples, lines: Lines, config: TrainingConfig, device: torch.device) -> Work:
     """Load a batch; an empty list gives the first row with nothing counted, so that every rank takes part in every update."""
+    began = time.monotonic()
     wanted = lines or [[0]]
     numbers = [i for line in wanted for i in line]
     batch = samples.batch(numbers)
@@ -209,49 +285,45 @@ def _work(samples: Samples, lines: Lines, config: TrainingConfig, device: torch.
         single = iter(split(batch, [len(samples.rows[i]) for i in numbers]))
         batch = pack([[next(single) for _ in line] for line in wanted])
     batch, places = leave_out_broken(batch.to(device))
-    counts_KBL = [counted(batch.mask_BL, ahead=2 + k, doc_BL=batch.doc_BL) & bool(lines) for k in range(config.ttt_steps)]
-    row_R = (counts_KBL[0] if lines else counted(batch.mask_BL, ahead=2, doc_BL=batch.doc_BL)).flatten().nonzero()[:, 0]
-    broken = [samples.rows[lines[b][doc]].id for b, doc in places] if lines else []
-    return _Work(batch=batch, row_R=row_R, counts_KR=[c.flatten()[row_R] for c in counts_KBL], broken=broken)
+    waited = time.monotonic() - began
+    counts_KBL = torch.stack([counted(batch.mask_BL, ahead=2 + k, doc_BL=batch.doc_BL) for k in range(config.ttt_steps)])
+    row_R = counts_KBL[0].flatten().nonzero()[:, 0]
+    return Work(
+        batch=batch, row_R=row_R, counts_KR=counts_KBL.flatten(1)[:, row_R] & bool(lines),
+        weight_R=_row_weights(batch, row_R) if config.loss.weighting == "rows" else None,
+        broken=[samples.rows[lines[b][doc]].id for b, doc in places] if lines else [], seconds=waited,
+    )  # fmt: skip
 
 
-def _counts(model: Any, head: Any, work: _Work, embed_VW: Tensor, rows_VdW: Tensor, config: TrainingConfig) -> Counts:
-    """Loss and metrics of one batch against the target's law after token i + 1 + k, for row i at step k."""
-    batch = work.batch
-    logits = [logits for _, logits in model(batch, work.row_R, embed_VW, config.ttt_steps)]
-    with torch.no_grad(), torch.autocast(batch.ids_BL.device.type, enabled=False):  # 8 bits of a logit would leave p wrong by a tenth
-        p_PV = (batch.last_PW @ rows_VdW.T - batch.lse_P[:, None]).exp()
-        number = (batch.mask_BL.flatten().cumsum(0) - 1).clamp(min=0)  # of each supervised token among them
-        # Where a row does not count at this step, this is some other token's number.
-        number_KR = [number[(work.row_R + 1 + k).clamp(max=len(number) - 1)] for k in range(config.ttt_steps)]
-    return draft_counts(logits, [p_PV[x] for x in number_KR], [batch.best_P[x] for x in number_KR], work.counts_KR, head.target_ids)
-
-
-def _weighted(counts: Counts, config: TrainingConfig) -> Tensor:
-    weight_K = config.decay ** torch.arange(len(counts.loss_K), device=counts.loss_K.device)
-    return (counts.loss_K * weight_K).sum()
+def _row_weights(batch: Batch, row_R: Tensor) -> Tensor:
+    """Weights [R] that sum to 1 over the counted rows of every sample, however long it is."""
+    L = batch.ids_BL.shape[1]
+    doc_R = torch.zeros_like(row_R) if batch.doc_BL is None else batch.doc_BL.flatten()[row_R]
+    _, sample_R, size_S = (row_R // L * L + doc_R).unique(return_inverse=True, return_counts=True)
+    return 1.0 / size_S[sample_R].float()
 
 
 def _measure(
-    head: Any, model: Any, on_eval: Callable[[Any], float] | None, save: Callable[[Any, str], None], result: TrainResult,
-    counts: Counts, step: int, seconds: float, accelerator: Accelerator, progress: Progress, *, last: bool,
+    head: Any, average: AveragedModel | None, on_eval: Measure | None, save: Save, result: TrainResult, counts: Counts, step: int,
+    seconds: float, accelerator: Accelerator, progress: Progress, *, last: bool,
 ) -> None:  # fmt: skip
-    """Measure acceptance with the real generator, keep the best head (and the last), go back to training mode."""
-    tau = None
+    """Measure acceptance with the real generator on the main process, of the averaged weights where there are such, and keep the best
+    head (and the last); then go back to training mode."""
+    chosen = head if average is None else average.module
+    found: dict[str, Any] = {"measured_tau": None}
     if accelerator.is_main_process:
+        chosen.eval()
         if on_eval is not None:
-            model.eval()
-            tau = float(on_eval(head))
-            model.train()
+            found = json.loads(json.dumps(dict(on_eval(chosen))))  # plain values only: they are kept
+        tau = found["measured_tau"]
         if tau is None or result.best is None or tau > result.best:
             result.best = tau
-            save(head, "best")
+            save(chosen, "best")
         if last:
-            save(head, "last")
+            save(chosen, "last")
+        head.train()
     accelerator.wait_for_everyone()
     means = counts.means()
-    point = {
-        "step": step, "minutes": seconds / 60, "loss": means["loss"][0], "alpha": means["alpha"], "hit": means["hit"], "measured_tau": tau,
-    }  # fmt: skip
+    point = {"step": step, "minutes": seconds / 60, "loss": means["loss"][0], "alpha": means["alpha"], "hit": means["hit"], **found}
     result.history.append(point)
     progress.measured(point)

@@ -7,12 +7,20 @@ from spectrain.config import TrainingConfig
 
 
 def learning_rate(step: float, total: int, config: TrainingConfig) -> float:
-    """Factor of lr at optimizer step `step`: linear warm-up, then a cosine down to `final_lr`."""
+    """Factor of lr at optimizer step `step` of `total`: linear warm-up, then by `config.schedule`.
+
+    cosine (arXiv 1608.03983, without restarts): down to `final_lr` at the end. wsd, warm-up, stable, decay (arXiv 2404.06395): 1 until
+    the last `cooldown` of the run, then linearly down to `final_lr`. constant: 1.
+    """
     warm = max(1, round(config.warmup * total))
     if step < warm:
         return (step + 1) / warm
-    share = min(1.0, (step - warm) / max(1, total - warm))
-    return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * share))
+    if config.schedule == "constant":
+        return 1.0
+    first = max(warm, total - round(config.cooldown * total)) if config.schedule == "wsd" else warm
+    share = min(1.0, max(0.0, step - first) / max(1, total - first))
+    kept = 1 - share if config.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * share))
+    return config.final_lr + (1 - config.final_lr) * kept
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from spectrain.config import HeadConfig, TrainingConfig
 from spectrain.data.rows import Ids, Row
-from spectrain.heads.base import head_class
+from spectrain.heads.base import check_vocabulary, head_class
 from spectrain.heads.eagle3 import default_layer_ids
+from spectrain.heads.layers import rotary_settings
 from spectrain.heads.targets import DraftVocabulary, coverage, draft_vocabulary
 from spectrain.heads.tokens import pack_tokens
 from spectrain.target.check import output_logits
 from spectrain.target.model import Target
+from spectrain.training.start import final_norm, last_layer, state_sizes
 
 TOKENS_AT_ONCE = 2**20  # counted together, since a count costs a pass over the vocabulary
+PROBE_TOKENS = 128  # of a row, to see how large the target's states are
 LARGE_LOGIT = 50.0  # where caps such as Gemma 2's 30 show
 LONGEST_WAIT = timedelta(days=2)  # of the other processes, while the first one answers and captures
 
@@ -43,6 +46,13 @@ def check_config(config: HeadConfig, target: Target) -> None:
     if config.draft_vocab_size is not None and config.draft_vocab_size > there:
         found = f"head.draft_vocab_size {config.draft_vocab_size} is above the {there} tokens of {target.name}"
         raise ValueError(f"{found}; lower it: --set head.draft_vocab_size={there} (null: all of them)")
+
+
+def check_training(head: HeadConfig, training: TrainingConfig) -> None:
+    """ValueError for a loss that a head of this kind has no output for."""
+    if "smooth_l1" in training.loss.mix and not head_class(head.kind).gives_feature:
+        found = f"training.loss.mix holds smooth_l1, which compares states, and a head of kind {head.kind} guesses none"
+        raise ValueError(f"{found}; leave it out: --set training.loss.mix=soft_ce")
 
 
 @torch.no_grad()
@@ -118,43 +128,88 @@ def cut_vocabulary(config: HeadConfig, target: Target, counts_V: Tensor) -> Draf
     return draft_vocabulary(counts_V, config.draft_vocab_size, num_ids=target.num_ids)
 
 
-def new_head(config: HeadConfig, target: Target, rows: Iterable[Row], *, seed: int, counts_V: Tensor | None = None) -> Any:
-    """A head that starts from the target's weights, with a draft vocabulary counted over the rows' supervised tokens.
+def new_head(
+    config: HeadConfig, target: Target, rows: Iterable[Row], *, seed: int, counts_V: Tensor | None = None, start: Any = None
+) -> Any:
+    """A head that starts from the target's weights, with a draft vocabulary counted over the rows' supervised tokens; or a copy of
+    `start`, a head with sizes, vocabulary and weights of its own, to go on from.
 
     counts_V: their `supervised_counts`, when they are known already. Raises ValueError when the draft vocabulary is
-    larger than the target's, or the target lacks what the head copies.
+    larger than the target's, the target lacks what the head copies, or `start` does not fit the target.
     """
-    c = target.config
+    if start is not None:
+        return _continued(config, target, start)
     counts_V = supervised_counts(rows, target.vocab_size) if counts_V is None else counts_V
     vocabulary = cut_vocabulary(config, target, counts_V)
     cls = head_class(config.kind)
-    head = cls(
-        cls.Config(
-            hidden_size=c.hidden_size, target_hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-            num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads,
-            head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads, hidden_act=c.hidden_act,
-            rms_norm_eps=c.rms_norm_eps, rope_parameters=dict(c.rope_parameters), max_position_embeddings=c.max_position_embeddings,
-            vocab_size=target.vocab_size, draft_vocab_size=len(vocabulary.target_ids), layer_ids=layer_ids(config, target),
-            target_layers=target.num_layers,
-        )
-    )  # fmt: skip
+    head = cls(cls.Config(**_sizes(config, target), draft_vocab_size=len(vocabulary.target_ids)))
+    layer, sizes_J = None, None
+    if config.init_layer == "last":
+        layer = last_layer(target)[0] if head.config.hidden_size == head.config.target_hidden_size else {}
+        if config.fc_norm or config.norm_before_fc or config.norm_output or config.norm_before_residual:
+            some = next(iter(rows), None)
+            ids = vocabulary.target_ids.tolist() if some is None else some.ids_L.tolist()
+            sizes_J = state_sizes(target, head.layer_ids, ids[:PROBE_TOKENS])
     head.start_from(
-        layer=dict(target.layers[-1].named_parameters()) if config.init_layer == "last" else None,
-        norm=final_norm(target), output_VW=target.output_VW, target_ids=vocabulary.target_ids,
-        train_output=config.output == "trained", seed=seed,
+        layer=layer, norm=final_norm(target), output_VW=target.output_VW, target_ids=vocabulary.target_ids,
+        train_output=config.output == "trained", seed=seed, sizes_J=sizes_J,
     )  # fmt: skip
     head.tokens = pack_tokens(target.tokenizer.get_vocab())
     return head
 
 
-def final_norm(target: Target) -> Tensor:
-    """Scale of the target's final norm: the last one-dimensional weight of its hidden width outside the layers."""
-    inside = {id(p) for p in target.layers.parameters()}
-    width = target.embedding_VW.shape[1]
-    found = [p for p in target.model.parameters() if p.shape == (width,) and id(p) not in inside]
-    if not found:
-        raise ValueError(f"{target.name} has no final norm of width {width} to start from")
-    return found[-1].detach()
+def start_notes(config: HeadConfig, target: Target) -> list[str]:
+    """What of a new head starts at random although the target's last layer was asked for, and why; a line a part."""
+    if config.start is not None or config.init_layer != "last":
+        return []
+    if config.hidden_size not in (None, target.config.hidden_size):
+        width = f"head.hidden_size {config.hidden_size} is not the width {target.config.hidden_size} of {target.name}"
+        return [f"the head's layers start at random: {width}; its axes are the main directions of the target's output rows"]
+    above = config.num_layers - 1
+    return last_layer(target)[1] + ([f"{above} layer(s) above the first start at random"] if above else [])
+
+
+def _sizes(config: HeadConfig, target: Target) -> dict[str, Any]:
+    """Fields of the head's config but its vocabulary. Another width than the target's keeps the size of a head and the number of key
+    heads, and has query heads and inner width in proportion."""
+    c = target.config
+    W, groups = c.hidden_size, getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    H, D = config.hidden_size or W, getattr(c, "head_dim", None) or W // c.num_attention_heads
+    heads, inner = c.num_attention_heads, c.intermediate_size
+    if H != W:
+        heads, inner = groups * max(1, round(H / (D * groups))), 8 * max(1, round(inner * H / W / 8))
+    return {
+        "hidden_size": H, "target_hidden_size": W, "intermediate_size": inner, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": D, "rms_norm_eps": getattr(c, "rms_norm_eps", 1e-5),
+        "rope_parameters": rotary_settings(c), "max_position_embeddings": c.max_position_embeddings,
+        "sliding_window": config.sliding_window, "vocab_size": target.vocab_size, "layer_ids": layer_ids(config, target),
+        "target_layers": target.num_layers, "fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc,
+        "norm_output": config.norm_output, "norm_before_residual": config.norm_before_residual,
+    }  # fmt: skip
+
+
+def _continued(config: HeadConfig, target: Target, start: Any) -> Any:
+    """A trainable float32 copy of a head. ValueError unless it is of this kind and reads this target's states and tokens."""
+    c = start.config
+    if not isinstance(start, head_class(config.kind)):
+        raise ValueError(f"head.start is a {type(start).__name__}, the recipe asks for head.kind {config.kind}; set head.kind to its own")
+    check_vocabulary(start)
+    for what, found, needed in (
+        ("states of width", c.target_hidden_size, target.config.hidden_size), ("a vocabulary of", c.vocab_size, target.vocab_size),
+        ("a target of layers", c.target_layers, target.num_layers),
+    ):  # fmt: skip
+        if found != needed:
+            way_out = "start from a head of this target, or train a new one: --set head.start=null"
+            raise ValueError(f"head.start reads {what} {found}, {target.name} has {needed}; {way_out}")
+    layer_ids(config.model_copy(update={"layer_ids": tuple(c.layer_ids)}), target)
+    if int(start.target_ids.max()) >= target.num_ids:
+        found = f"head.start drafts the id {int(start.target_ids.max())}"
+        raise ValueError(f"{found}, the tokenizer of {target.name} ends at {target.num_ids - 1}; train a new one: --set head.start=null")
+    head = head_class(config.kind)(c)
+    head.load_state_dict(start.state_dict())
+    head.lm_head.weight.requires_grad_(config.output == "trained")
+    head.tokens = pack_tokens(target.tokenizer.get_vocab())
+    return head
 
 
 def made_with(target: Target, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -273,11 +273,11 @@ def test_full_disk_at_a_checkpoint_is_a_traceback(trained: Path, train: Callable
     """torch reports a full disk as an enforce failure with a position; a person is told about the disk."""
     shutil.copytree(trained / "states", tmp_path / "run/states")
     shutil.copy(trained / "answers.jsonl", tmp_path / "run")
-    (tmp_path / "run/training").mkdir()
-    (tmp_path / "run/training/checkpoint.pt.part").symlink_to("/dev/full")
+    (tmp_path / "run/training/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/training/checkpoints/step-1.pt.part").symlink_to("/dev/full")
     told = train("--fresh-answers", "--set", "training.steps=1")
     assert told.startswith("no space left on disk while writing ") and told.endswith("free some and run the same command again")
-    assert not (tmp_path / "run/training/checkpoint.pt").exists()
+    assert [path.name for path in (tmp_path / "run/training/checkpoints").iterdir()] == ["step-1.pt.part"]
 
 
 def raising(error: BaseException) -> Callable[[], None]:

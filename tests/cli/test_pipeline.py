@@ -54,11 +54,13 @@ def test_run_leaves_something_out(project: Path, trained: Path) -> None:
     assert load_head(trained / "last").config == head.config
     recipe = load_config(Recipe, project / "recipes/tiny.yaml")
     assert load_config(Recipe, trained / "head/run.yaml") == recipe
-    points = [json.loads(line) for line in (trained / "training/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (trained / "training/metrics.jsonl").read_text().splitlines()]
+    points = [line for line in lines if line["kind"] == "measured"]
     assert [p["step"] for p in points] == [9, 18] and all(1.0 <= p["measured_tau"] <= 5.0 for p in points)
     assert points[1]["loss"] < points[0]["loss"]
-    saved = torch.load(trained / "training/checkpoint.pt", weights_only=True)
-    assert saved["step"] == 18 and saved["best"] == max(p["measured_tau"] for p in points)
+    newest = (trained / "training/checkpoints/latest").read_text().strip()
+    saved = torch.load(trained / "training/checkpoints" / newest, weights_only=True)
+    assert newest == "step-18.pt" and saved["step"] == 18 and saved["best"] == max(p["measured_tau"] for p in points)
     assert not [p for p in trained.rglob("*") if p.suffix in (".part", ".old", ".half") or ".part-" in p.name]
 
 
@@ -213,8 +215,9 @@ def test_every_process_writes(project: Path, two_ranks: tuple[Path, str]) -> Non
     assert out.count("best measured tau") == 1 and out.count(" supervised: at most ") == 1
     written = [line.split(maxsplit=1)[1] for line in (project / "writes-1.txt").read_text().splitlines()]
     assert [path for path in written if "runs/two/states" not in path] == []  # the states are captured together
-    assert "checkpoint.pt" in (project / "writes-0.txt").read_text()
-    assert len((folder / "training/metrics.jsonl").read_text().splitlines()) == 2
+    assert "training/checkpoints/step-" in (project / "writes-0.txt").read_text()
+    kinds = [json.loads(line)["kind"] for line in (folder / "training/metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("measured") == 2 and kinds.count("step") == 2
     assert len((folder / "answers.jsonl").read_text().splitlines()) == 11
 
 

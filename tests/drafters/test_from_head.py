@@ -23,16 +23,10 @@ def states(target: Target, head: Eagle3, ids: list[int]) -> torch.Tensor:
 
 def fresh_state(target: Target, head: Eagle3, ids: list[int]):
     """Logits, state and cache of a head that has just read all of `ids` with the target's own states."""
-    c = head.config
+    layers, kv_heads, head_dim = head.cache_layers
     cache = SlabCache(
-        layers=1,
-        rows=1,
-        kv_heads=c.num_key_value_heads,
-        head_dim=c.head_dim,
-        max_length=99,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+        layers=layers, rows=1, kv_heads=kv_heads, head_dim=head_dim, max_length=99, dtype=torch.float32, device=torch.device("cpu")
+    )  # fmt: skip
     N = len(ids) - 1
     logits, state = head.begin(
         states(target, head, ids)[:, :N], torch.tensor([ids[1:]]), torch.tensor([N]), target.embedding_VW, cache, None
@@ -90,10 +84,13 @@ def seen(monkeypatch):
     return talk
 
 
-@pytest.mark.parametrize("shape", [Chain(3), Tree.dynamic(3, 3, 7)], ids=str)
-def test_cache_keeps_the_heads_own_guesses(target: Target, make_head, seen, shape) -> None:
+SEVERAL = {"num_hidden_layers": 2, "sliding_window": 4, "norm_output": True, "hidden_size": 16}
+
+
+@pytest.mark.parametrize(("shape", "changes"), [(Chain(3), {}), (Tree.dynamic(3, 3, 7), {}), (Tree.dynamic(3, 3, 7), SEVERAL)], ids=str)
+def test_cache_keeps_the_heads_own_guesses(target: Target, make_head, seen, shape, changes: dict) -> None:
     """CA1: before every round the logits are those of a fresh head over the whole sequence with the target's true states."""
-    head = make_head(target)
+    head = make_head(target, **changes)
     generate(target, PROMPTS, drafter=HeadDrafter(head), shape=shape, eos=None, max_new_tokens=14)
     assert len(seen) > 5
     for committed, logits, lengths, tree in seen:

@@ -4,6 +4,7 @@ Legend: h number of a hidden state, L positions of the target, N positions, H wi
 """
 
 import json
+import runpy
 import shlex
 import stat
 from pathlib import Path
@@ -12,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectrain.export import engines
-from spectrain.export.engines import FORMATS, export_eagle3, export_head, serve_command
-from spectrain.heads.base import load_head, save_head, vocabulary_hash
+from spectrain.export.engines import FORMATS, export_eagle3, export_head, needs_embedding, serve_command
+from spectrain.heads.base import load_head, save_head
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -32,82 +33,16 @@ LLAMA3 = {
 }
 
 
-def head_config(**changes: Any) -> dict[str, Any]:
-    config = {
-        "head": "eagle3",
-        "format": 1,
-        "hidden_size": 16,
-        "target_hidden_size": 16,
-        "intermediate_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,  # stated, and not hidden_size / num_attention_heads
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-        "max_position_embeddings": 128,
-        "vocab_size": 40,
-        "draft_vocab_size": 12,
-        "layer_ids": [2, 4, 5],
-        "target_layers": 8,
-    }
-    return {**config, **changes}
-
-
-def target_ids(config: dict[str, Any]) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randperm(config["vocab_size"], generator=generator)[: config["draft_vocab_size"]].sort().values
-
-
-def head_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    H, inner, D, V = (config[key] for key in ("hidden_size", "intermediate_size", "draft_vocab_size", "vocab_size"))
-    q, kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-    shapes = {
-        "fc.weight": (H, len(config["layer_ids"]) * config["target_hidden_size"]),
-        **{f"midlayer.{name}.weight": (H,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
-        "midlayer.self_attn.q_proj.weight": (q, 2 * H),
-        **{f"midlayer.self_attn.{name}_proj.weight": (kv, 2 * H) for name in "kv"},
-        "midlayer.self_attn.o_proj.weight": (H, q),
-        **{f"midlayer.mlp.{name}_proj.weight": (inner, H) for name in ("gate", "up")},
-        "midlayer.mlp.down_proj.weight": (H, inner),
-        "norm.weight": (H,),
-        "lm_head.weight": (D, H),
-    }
-    tensors = {name: 0.3 * torch.randn(shape, generator=generator) + (len(shape) == 1) for name, shape in shapes.items()}
-    ids_D = target_ids(config)
-    t2d_V = torch.zeros(V, dtype=torch.bool)
-    t2d_V[ids_D] = True
-    return {**tensors, "d2t": ids_D - torch.arange(D), "t2d": t2d_V}
-
-
-def made_with(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "target": "org/model",
-        "target_revision": "abc",
-        "tokenizer_sha256": "1" * 64,
-        "template_sha256": "2" * 64,
-        "vocabulary_sha256": vocabulary_hash(target_ids(config)),
-        "versions": {"torch": "2"},
-    }
-
-
-def write_head(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor] | None = None, made: dict[str, Any] | None = None) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "made_with.json").write_text(json.dumps(made_with(config) if made is None else made))
-    save_file(head_tensors(config) if tensors is None else tensors, folder / "model.safetensors")
-    return folder
+HEADS = runpy.run_path(str(Path(__file__).with_name("small_heads.py")))
+VARIANTS, head_config, head_tensors, made_with, read_config, target_ids, target_states, write_head = (
+    HEADS[name]
+    for name in ("VARIANTS", "head_config", "head_tensors", "made_with", "read_config", "target_ids", "target_states", "write_head")
+)
 
 
 @pytest.fixture
 def head_dir(tmp_path: Path) -> Path:
     return write_head(tmp_path / "head", head_config())
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
 
 
 # A reader of the flat folder that shares nothing with the package: EAGLE-3 as published (arXiv 2503.01840).
@@ -121,57 +56,68 @@ def layer_ids_of(config: dict[str, Any], notation: str) -> list[int]:
     return [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
 
 
-def read_and_draft(folder: Path, states_hLH: list[Tensor], embeds_NH: Tensor, notation: str = "vllm") -> Tensor:
-    """Logits [N, V], −inf off the draft vocabulary. states_hLH: the target's hs[0], hs[1], … at L positions; embeds_NH: embedding of
-    the token after each position. Where N > L, rows from L on are drafted: their feature is the state the head made one row before.
+def read_and_draft(folder: Path, states_hLW: list[Tensor], ids_N: Tensor, embed_VW: Tensor, notation: str = "vllm") -> Tensor:
+    """Logits [N, V], −inf off the draft vocabulary. states_hLW: the target's hs[0], hs[1], … at L positions; ids_N: the token after each
+    position. Where N > L, rows from L on are drafted: their feature is what the head handed on one row before.
     """
     c, w = read_config(folder), load_file(folder / "model.safetensors")
-    g_NH = torch.cat([states_hLH[i] for i in layer_ids_of(c, notation)], -1) @ w["fc.weight"].T
+    w = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in w.items()}
+    embeds_NH = w.get("embed_tokens.weight", embed_VW)[ids_N]
+    states = [states_hLW[i] for i in layer_ids_of(c, notation)]
+    if c["fc_norm"]:
+        states = [rms(c, x, w[f"fc_norm.{j}.weight"]) for j, x in enumerate(states)]
+    x = torch.cat(states, -1)
+    g_NH = (rms(c, x, w["input_norm.weight"]) if c["norm_before_fc"] else x) @ w["fc.weight"].T
     while True:
-        logits_ND, h_NH = one_layer(c, w, g_NH, embeds_NH[: len(g_NH)])
-        if len(g_NH) == len(embeds_NH):
+        x_NH = g_NH
+        for i in range(c["num_hidden_layers"]):
+            x_NH = one_layer(c, w, i, x_NH, embeds_NH[: len(g_NH)], notation)
+        normed_NH = rms(c, x_NH, w["norm.weight"])
+        if len(g_NH) == len(ids_N):
             break
-        g_NH = torch.cat([g_NH, h_NH[-1:]])
-    logits_NV = torch.full((len(logits_ND), c["vocab_size"]), float("-inf"))
-    logits_NV[:, torch.arange(c["draft_vocab_size"]) + w["d2t"]] = logits_ND
+        g_NH = torch.cat([g_NH, (normed_NH if c["norm_output"] else x_NH)[-1:]])
+    logits_NV = torch.full((len(g_NH), c["vocab_size"]), float("-inf"))
+    logits_NV[:, torch.arange(c["draft_vocab_size"]) + w["d2t"]] = normed_NH @ w["lm_head.weight"].T
     return logits_NV
 
 
-def one_layer(c: dict[str, Any], w: dict[str, Tensor], g: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """Draft logits, and the state before the last norm, for features g and embeddings e of positions 0, 1, …"""
+def rms(c: dict[str, Any], x: Tensor, factors: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]).sqrt() * factors
+
+
+def one_layer(c: dict[str, Any], w: dict[str, Tensor], i: int, g: Tensor, e: Tensor, notation: str) -> Tensor:
+    """Stream after layer i, for the stream g before it and, in the first layer, embeddings e at positions 0, 1, …"""
     half = c["head_dim"] // 2
     angle = torch.arange(len(g))[:, None] / c["rope_theta"] ** (torch.arange(half) / half)
 
-    def rms(x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
+    def norm(x: Tensor, name: str) -> Tensor:
+        return rms(c, x, w[f"layers.{i}.{name}.weight"])
 
     def heads(x: Tensor, name: str, num: int) -> Tensor:
-        return (x @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(len(x), num, c["head_dim"]).transpose(0, 1)
+        return (x @ w[f"layers.{i}.self_attn.{name}_proj.weight"].T).view(len(x), num, c["head_dim"]).transpose(0, 1)
 
     def turn(x: Tensor) -> Tensor:
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
-    x = torch.cat([rms(e, "midlayer.input_layernorm"), rms(g, "midlayer.hidden_norm")], -1)
+    if i:
+        x = norm(g, "hidden_norm" if notation == "sglang" else "input_layernorm")
+    else:
+        normed = norm(g, "hidden_norm")
+        x = torch.cat([norm(e, "input_layernorm"), normed], -1)
+        g = normed if c["norm_before_residual"] else g
     group = c["num_attention_heads"] // c["num_key_value_heads"]
     q = turn(heads(x, "q", c["num_attention_heads"]))
     k = turn(heads(x, "k", c["num_key_value_heads"])).repeat_interleave(group, 0)
     v = heads(x, "v", c["num_key_value_heads"]).repeat_interleave(group, 0)
-    future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-    weight = (q @ k.transpose(1, 2) / c["head_dim"] ** 0.5).masked_fill(future, float("-inf")).softmax(-1)
-    h = g + (weight @ v).transpose(0, 1).flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
-    y = rms(h, "midlayer.post_attention_layernorm")
-    mlp = silu(y @ w["midlayer.mlp.gate_proj.weight"].T) * (y @ w["midlayer.mlp.up_proj.weight"].T)
-    h = h + mlp @ w["midlayer.mlp.down_proj.weight"].T
-    return rms(h, "norm") @ w["lm_head.weight"].T, h
-
-
-def target_states(config: dict[str, Any], length: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """hs[0] … hs[n] of a made-up target, its embedding [V, H], and the token ids."""
-    generator = torch.Generator().manual_seed(1)
-    states = [torch.randn(length, config["target_hidden_size"], generator=generator) for _ in range(config["target_layers"] + 1)]
-    embed_VH = torch.randn(config["vocab_size"], config["target_hidden_size"], generator=generator)
-    return states, embed_VH, torch.randint(config["vocab_size"], (length,), generator=generator)
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    if c.get("layer_types", ["full_attention"] * (i + 1))[i] == "sliding_attention":
+        hidden |= torch.ones_like(hidden).tril(-c["sliding_window"])
+    weight = (q @ k.transpose(1, 2) / c["head_dim"] ** 0.5).masked_fill(hidden, float("-inf")).softmax(-1)
+    h = g + (weight @ v).transpose(0, 1).flatten(1) @ w[f"layers.{i}.self_attn.o_proj.weight"].T
+    y = norm(h, "post_attention_layernorm")
+    mlp = silu(y @ w[f"layers.{i}.mlp.gate_proj.weight"].T) * (y @ w[f"layers.{i}.mlp.up_proj.weight"].T)
+    return h + mlp @ w[f"layers.{i}.mlp.down_proj.weight"].T
 
 
 # What the folder holds.
@@ -217,6 +163,7 @@ def test_config_names_every_option_of_the_forward_pass(head_dir: Path, tmp_path:
             "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
             "use_aux_hidden_state": True,
             "norm_before_fc": False,
+            "return_hidden_post_norm": False,
             "next_layer_regular": True,
         },
     }
@@ -289,29 +236,82 @@ def test_two_or_five_fused_states_are_counted(tmp_path: Path) -> None:
 
 def test_engines_of_either_layer_notation_read_the_same_states(head_dir: Path, tmp_path: Path) -> None:
     out, (states, embed_VH, ids) = export_eagle3(head_dir, tmp_path / "out"), target_states(head_config(), 7)
-    logits_NV = read_and_draft(out, states, embed_VH[ids])
-    assert torch.equal(logits_NV, read_and_draft(out, states, embed_VH[ids], "sglang"))
+    logits_NV = read_and_draft(out, states, ids, embed_VH)
+    assert torch.equal(logits_NV, read_and_draft(out, states, ids, embed_VH, "sglang"))
     assert torch.equal(torch.isfinite(logits_NV[0]), head_tensors(head_config())["t2d"])
 
 
-def test_folder_alone_rebuilds_the_head(head_dir: Path, tmp_path: Path) -> None:
-    """Row i has the states of tokens 0 … i and the tokens up to i + 1; at later steps it has drafted on from there."""
-    L, steps = 10, 3
-    states, embed_VH, ids_L = target_states(head_config(), L)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_folder_alone_rebuilds_the_head(tmp_path: Path, variant: str) -> None:
+    """Row i has the states of tokens 0 … i and the tokens up to i + 1; at later steps it has drafted on from there. The folder is read
+    under the names of vLLM and under those of SGLang."""
+    L, steps, config = 10, 3, head_config(**VARIANTS[variant])
+    head_dir = write_head(tmp_path / "head", config)
+    states, embed_VW, ids_L = target_states(config, L)
     batch = SimpleNamespace(
-        ids_BL=ids_L[None], mask_BL=torch.ones(1, L, dtype=torch.bool), states_BLF=torch.cat([states[i] for i in (2, 4, 5)], -1)[None],
-        doc_BL=None, position_BL=None,
+        ids_BL=ids_L[None], mask_BL=torch.ones(1, L, dtype=torch.bool),
+        states_BLF=torch.cat([states[i] for i in config["layer_ids"]], -1)[None], doc_BL=None, position_BL=None,
     )  # fmt: skip
     row_R = torch.arange(L - steps)
     with torch.no_grad():
-        pairs = list(load_head(head_dir).rows(batch, row_R, embed_VH, steps))
-    out = export_eagle3(head_dir, tmp_path / "out")
-    drafted_V = head_tensors(head_config())["t2d"]
+        pairs = list(load_head(head_dir).rows(batch, row_R, embed_VW, steps))
+    out = export_eagle3(head_dir, tmp_path / "out", embed_VW=embed_VW)
+    drafted_V = head_tensors(config)["t2d"]
     assert [ahead for ahead, _ in pairs] == [2, 3, 4]
     for ahead, logits_RD in pairs:
         for i in row_R.tolist():
-            expected_NV = read_and_draft(out, [state[: i + 1] for state in states], embed_VH[ids_L[1 : i + ahead]])
-            torch.testing.assert_close(logits_RD[i], expected_NV[-1][drafted_V], rtol=0, atol=1e-5)
+            for notation in ("vllm", "sglang"):
+                expected_NV = read_and_draft(out, [state[: i + 1] for state in states], ids_L[1 : i + ahead], embed_VW, notation)
+                torch.testing.assert_close(logits_RD[i], expected_NV[-1][drafted_V], rtol=0, atol=2e-5)
+
+
+def test_tensors_of_several_layers_are_named_as_engines_read_them(tmp_path: Path) -> None:
+    config = head_config(num_hidden_layers=3)
+    written = load_file(export_eagle3(write_head(tmp_path / "head", config), tmp_path / "out") / "model.safetensors")
+    new = {"midlayer": "layers.0", "above.0": "layers.1", "above.1": "layers.2"}
+    names = {next((new[old] + n[len(old) :] for old in new if n.startswith(old)), n) for n in head_tensors(config)}
+    assert written.keys() == names | {"layers.1.hidden_norm.weight", "layers.2.hidden_norm.weight"}
+    for i in (1, 2):
+        assert torch.equal(written[f"layers.{i}.hidden_norm.weight"], head_tensors(config)[f"above.{i - 1}.input_layernorm.weight"])
+
+
+def test_window_is_told_to_each_engine_where_it_looks(tmp_path: Path) -> None:
+    out = export_eagle3(write_head(tmp_path / "head", head_config(sliding_window=5, num_hidden_layers=2)), tmp_path / "out")
+    config = read_config(out)
+    assert (config["sliding_window"], config["layer_types"]) == (5, ["sliding_attention"] * 2)
+    # SGLang counts the keys before the query's own
+    assert "--speculative-draft-window-size 4" in serve_command(out, "org/model", engine="sglang", num_speculative_tokens=4)
+    plain = export_eagle3(write_head(tmp_path / "plain", head_config()), tmp_path / "plain_out")
+    assert not {"sliding_window", "layer_types"} & read_config(plain).keys()
+    assert "window-size" not in serve_command(plain, "org/model", engine="sglang", num_speculative_tokens=4)
+
+
+def test_head_of_another_width_carries_its_own_embedding(tmp_path: Path) -> None:
+    config = head_config(**VARIANTS["narrower"])
+    head, (_, embed_VW, _) = write_head(tmp_path / "head", config), target_states(config, 1)
+    out = export_eagle3(head, tmp_path / "out", embed_VW=embed_VW, dtype="bfloat16")
+    written = load_file(out / "model.safetensors")
+    expected_VH = (embed_VW @ head_tensors(config)["embed_proj.weight"].T).bfloat16()
+    assert torch.equal(written["embed_tokens.weight"], expected_VH) and "embed_proj.weight" not in written
+    assert (read_config(out)["hidden_size"], read_config(out)["target_hidden_size"]) == (8, 16)
+    assert needs_embedding(head) and not needs_embedding(write_head(tmp_path / "same", head_config()))
+    for wrong, found in ((None, "none was given"), (embed_VW[:39], r"\[39, 16\] was given")):
+        with pytest.raises(ValueError, match=found):
+            export_eagle3(head, tmp_path / "other", embed_VW=wrong)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sglang_is_refused_what_it_would_ignore(tmp_path: Path, variant: str) -> None:
+    config = head_config(**VARIANTS[variant])
+    head, (_, embed_VW, _) = write_head(tmp_path / "head", config), target_states(config, 1)
+    ignored = [flag for flag in ("norm_before_residual", "norm_before_fc") if config.get(flag)]
+    ignored += ["hidden_size"] * (config["hidden_size"] != 16)
+    if not ignored:
+        assert export_head(head, "sglang", tmp_path / "out", embed_VW=embed_VW)
+        return
+    with pytest.raises(ValueError, match=f"{ignored[0]}.*which SGLang ignores; serve the head with vLLM"):
+        export_head(head, "sglang", tmp_path / "out", embed_VW=embed_VW)
+    assert not (tmp_path / "out").exists() and export_head(head, "vllm", tmp_path / "out", embed_VW=embed_VW)
 
 
 def test_head_saved_by_training_is_exported_unchanged(head_dir: Path, tmp_path: Path) -> None:
@@ -345,6 +345,8 @@ def other_vocabulary() -> dict[str, Tensor]:
 
 TENSOR_FAULTS = {
     "missing": (without("norm.weight"), "lacks norm.weight"),
+    "flag without its tensor": (without("midlayer.hidden_norm.weight"), "lacks midlayer.hidden_norm.weight"),
+    "tensor without its flag": (without("", **{"input_norm.weight": torch.ones(48)}), "holds input_norm.weight"),
     "no table": (without("d2t"), "lacks d2t"),
     "unexpected": (without("", **{"embed_tokens.weight": torch.zeros(40, 16)}), "holds embed_tokens.weight"),
     "misshapen": (changed("midlayer.self_attn.q_proj.weight", lambda t: t[:, :16].clone()), r"q_proj.weight \[32, 16\], needed \[32, 32\]"),
@@ -375,7 +377,11 @@ def test_unsound_tensors_are_refused(tmp_path: Path, fault: str) -> None:
 CONFIG_FAULTS = {
     "other kind": ({"head": "medusa"}, "head 'medusa'"),
     "other format": ({"format": 2}, "format 2"),
-    "unknown option": ({"norm_output": True}, "norm_output"),
+    "unknown option": ({"parallel": True}, "unknown keys parallel"),
+    "flag that is none": ({"norm_output": "yes"}, "norm_output 'yes'; true or false"),
+    "window that is none": ({"sliding_window": 0}, "sliding_window 0"),
+    "no decoder layer": ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+    "heads that do not divide the width": ({"hidden_size": 18, "target_hidden_size": 18}, "multiple of 4"),
     "not a number": ({"head_dim": "8"}, "head_dim '8'"),
     "no layers": ({"layer_ids": []}, "layer_ids"),
     "embeddings": ({"layer_ids": [0, 2, 4]}, "rising numbers from 1 to 7"),
@@ -383,7 +389,6 @@ CONFIG_FAULTS = {
     "twice the same": ({"layer_ids": [2, 2, 4]}, "layer_ids"),
     "out of order": ({"layer_ids": [4, 2, 5]}, "layer_ids"),
     "activation": ({"hidden_act": "gelu"}, "gelu"),
-    "two widths": ({"target_hidden_size": 32}, "target_hidden_size 32"),
     "part of a head turned": ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     "rotary settings by kind of layer": ({"rope_parameters": {"full_attention": LLAMA3}}, "rope_theta"),
 }

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def run(head: Eagle3, target: Target, samples: Any, out: Path, identity: str, *,
     record = made_with(target, {"rows_sha256": name})
     train(
         head, samples, TrainingConfig(epochs=4, steps=steps, tokens_per_step=1, lr=1e-3), embed_VW=target.embedding_VW,
-        output_VW=target.output_VW, out=out / "training", accelerator=Accelerator(cpu=True), identity=identity,
+        output_VW=target.output_VW, out=out / "training", accelerator=Accelerator(cpu=True), identity={"rows": identity},
         save=lambda head, name: save_head(head, out / name, run_yaml="", made_with=record),
     )  # fmt: skip
 
@@ -48,14 +49,14 @@ def test_second_run_in_the_folder_takes_the_first_ones_map(target: Target, corpo
     assert second.target_ids.tolist() == B
     with pytest.raises(ValueError, match="other settings or data"):  # the checkpoint in the folder is of corpus A
         run(second, target, corpora["B"], tmp_path, "rows B", name="B")
-    (tmp_path / "training/checkpoint.pt").unlink()
+    shutil.rmtree(tmp_path / "training/checkpoints")
     run(second, target, corpora["B"], tmp_path, "rows B", name="B")
     assert load_head(tmp_path / "last").target_ids.tolist() == B
 
 
 def test_whole_vocabulary_gets_a_map(target: Target, corpora: dict[str, Any], tmp_path: Path) -> None:
     run(head_for(target, corpora["A"]), target, corpora["A"], tmp_path, "rows A")
-    (tmp_path / "training/checkpoint.pt").unlink()
+    shutil.rmtree(tmp_path / "training/checkpoints")
     run(head_for(target, corpora["A"], None), target, corpora["A"], tmp_path, "rows A")
     head = load_head(tmp_path / "last")
     assert head.config.draft_vocab_size == target.vocab_size and not head.d2t.any() and head.t2d.all()
@@ -66,8 +67,9 @@ def test_resume_mixes_the_new_scan_with_the_stored_map(target: Target, corpora: 
     heads = [head_for(target, corpora["A"]), head_for(target, corpora["B"])]
     for name, head in zip(("same", "other"), heads, strict=True):
         run(head_for(target, corpora["A"]), target, corpora["A"], tmp_path / name, "x", steps=2)
-        saved = torch.load(tmp_path / name / "training/checkpoint.pt", weights_only=True)
-        torch.save({**saved, "pace": saved["pace"] | {"left": 4}}, tmp_path / name / "training/checkpoint.pt")
+        newest = tmp_path / name / "training/checkpoints/step-2.pt"
+        saved = torch.load(newest, weights_only=True)
+        torch.save({**saved, "pace": saved["pace"] | {"left": 4}}, newest)
         capsys.readouterr()
         run(head, target, corpora["A"], tmp_path / name, "x", steps=4)
         warned = "the draft vocabulary is the checkpoint's; a new scan of the rows would differ in 3 of 4 tokens" in capsys.readouterr().out

@@ -1,109 +1,205 @@
-"""Losses and counts against a slow twin in float64."""
+"""The unrolled loss against plain autograd in float64: values, gradients, counts, weights, pieces."""
 
-import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import normalize, smooth_l1_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from spectrain.heads.losses import Counts, draft_counts, soft_cross_entropy
+from spectrain.config import LossConfig
+from spectrain.heads.base import StepOutput
+from spectrain.heads.losses import RANKS, Counts, Labels, unrolled_loss
+from spectrain.kernels.divergence import Mix, divergence_reference
 
-IDS = torch.tensor([1, 3, 4, 7, 8])
+K, W, H, V, VD = 3, 6, 5, 23, 11
+MIXED = {"soft_ce": 0.7, "lk_lambda": 0.4, "reverse_kl": 0.2, "top_k": 0.3, "smooth_l1": 0.5}
 
 
-def inputs(R: int = 6, K: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32):
-    """Logits over 5 draft ids, the target's law there (of a vocabulary of 9), its best id, and which rows count."""
+def inputs(lengths: tuple[int, ...] = (4, 1, 2, 7), seed: int = 0, own: bool = False) -> tuple[list[StepOutput], Labels]:
+    """Answers of some supervised tokens each, float64: the rows of one answer those of its tokens but the last. own: output rows a step."""
     g = torch.Generator().manual_seed(seed)
-    logits = [3 * torch.randn(R, 5, generator=g).to(dtype) for _ in range(K)]
-    full = [(2 * torch.randn(R, 9, generator=g)).softmax(-1) for _ in range(K)]
-    counts = [torch.rand(R, generator=g) > 0.4 for _ in range(K)]
-    return logits, [p[:, IDS] for p in full], [p.argmax(-1) for p in full], counts
+    P = sum(lengths)
+    numbers, counts, first = [], [], 0
+    for length in lengths:
+        numbers += list(range(first, first + length - 1))
+        counts += [[i + k < length for k in range(1, K + 1)] for i in range(length - 1)]
+        first += length
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    # A row of number i at step k answers to the law after token i + k, which must be followed by one more of its answer.
+    rows, last, R = random(V, W), random(P, W), len(numbers)
+    target_ids = torch.randperm(V, generator=g)[:VD].sort().values
+    logits = last @ rows.T
+    best, shared, outputs = logits.argmax(-1), normalize(random(VD, H)), []
+    for k in range(K):
+        output, hidden = normalize(random(VD, H)) if own else shared, random(R, H)
+        for r in range(0, R, 2):  # every other row drafts the best token, where the head has it
+            at = (target_ids == best[min(numbers[r] + k, P - 1)]).nonzero()
+            if len(at):
+                hidden[r] = output.detach()[at[0, 0]] * 4
+        outputs.append(StepOutput(2 + k, hidden.requires_grad_(), output.requires_grad_(), random(R, W).requires_grad_()))
+    return outputs, Labels(
+        last_PW=last, lse_P=logits.logsumexp(-1), best_P=logits.argmax(-1).int(), rows_VdW=rows[target_ids],
+        number_R=torch.tensor(numbers, dtype=torch.long), weight_R=None,
+        counts_KR=torch.tensor(counts, dtype=torch.bool).reshape(R, K).T.contiguous(),
+        target_ids=target_ids,
+    )  # fmt: skip
 
 
-def slow(logits, p, best, counts) -> list[list[float]]:
-    """Sums of loss, alpha, hits and rows by step, with Python floats."""
-    sums = [[0.0] * len(logits) for _ in range(4)]
-    for k in range(len(logits)):
-        for r in range(len(logits[k])):
-            if not counts[k][r]:
+def leaves(outputs: list[StepOutput]) -> list[Tensor]:
+    found = [out.hidden_RH for out in outputs] + [out.output_VdH for out in outputs] + [out.feature_RW for out in outputs]
+    return [leaf for i, leaf in enumerate(found) if leaf is not None and all(leaf is not other for other in found[:i])]
+
+
+def gradients(total: Tensor, outputs: list[StepOutput]) -> list[Tensor]:
+    found = torch.autograd.grad(total, leaves(outputs), allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves(outputs), found, strict=True)]
+
+
+def slow(outputs: list[StepOutput], labels: Labels, config: LossConfig) -> tuple[Tensor, dict[str, Any]]:
+    """Total and sums of the formulas, a row and step at a time."""
+    R = len(labels.number_R)
+    mix = Mix(
+        **{n: w for n, w in config.mix.items() if n != "smooth_l1"}, k=config.top_k, lk_scale=config.lk_scale, lk_decay=config.lk_decay
+    )
+    full_rows = {name: [0.0] * K for name in ("loss", "alpha", "hits", "rows", "inside", "survived", "reached")}
+    ranks, rank_KR, total, base = [[0] * RANKS for _ in range(K)], torch.full((K, R), VD), torch.zeros((), dtype=torch.float64), 0.0
+    ids = labels.target_ids.tolist()
+    for r in range(R):
+        weight = reach = 1.0 if labels.weight_R is None else float(labels.weight_R[r])
+        base += weight if labels.counts_KR[0, r] else 0.0
+        lives, reached = True, True
+        for k, out in enumerate(outputs):
+            if not (reached := reached and bool(labels.counts_KR[k, r])):
                 continue
-            row = [float(x) for x in logits[k][r]]
-            total = sum(math.exp(x) for x in row)
-            q = [math.exp(x) / total for x in row]
-            sums[0][k] -= sum(float(a) * math.log(b) for a, b in zip(p[k][r], q, strict=True))
-            sums[1][k] += sum(min(float(a), b) for a, b in zip(p[k][r], q, strict=True))
-            sums[2][k] += int(IDS[row.index(max(row))]) == int(best[k][r])
-            sums[3][k] += 1
-    return sums
+            token = int(labels.number_R[r]) + k
+            log_p = (labels.rows_VdW @ labels.last_PW[token] - labels.lse_P[token])[None]
+            z = out.output_VdH @ out.hidden_RH[r]
+            loss, alpha = divergence_reference(z[None], log_p, mix, renormalise=config.renormalise)
+            if name_weight := config.mix.get("smooth_l1"):
+                loss = loss + name_weight * smooth_l1_loss(out.feature_RW[r], labels.last_PW[token])
+            total = total + config.decay**k * (reach if config.weighting == "reach" else weight) * loss[0]
+            reach *= alpha.item()
+            best = int(labels.best_P[token])
+            if best in ids:
+                rank = int((z > z[ids.index(best)]).sum())
+                rank_KR[k, r] = rank
+                if rank < RANKS:
+                    ranks[k][rank] += 1
+                full_rows["inside"][k] += 1
+            lives = lives and int(rank_KR[k, r]) == 0
+            full_rows["hits"][k] += int(rank_KR[k, r]) == 0
+            for name, value in (("loss", loss.item()), ("alpha", alpha.item()), ("rows", 1), ("survived", lives), ("reached", 1)):
+                full_rows[name][k] += value
+    return total, {**full_rows, "ranks": ranks, "rank_KR": rank_KR, "weight": base}
 
 
-def test_counts_are_not_the_sums_of_the_formulas() -> None:
-    got = draft_counts(*inputs(), IDS)
-    for mine, expected in zip(got.fields, slow(*inputs()), strict=True):
-        assert mine.tolist() == pytest.approx(expected, rel=1e-5)
+CONFIGS = {
+    "plain": LossConfig(),
+    "mixed": LossConfig(mix=MIXED, decay=0.8, top_k=3, renormalise=True),
+    "reach": LossConfig(mix={"kl": 1.0, "smooth_l1": 0.1}, weighting="reach", decay=0.9),
+    "rows": LossConfig(mix={"lk_alpha": 1.0, "jsd": 0.5, "tv": 0.5}, weighting="rows"),
+    "features": LossConfig(mix="smooth_l1"),
+}
 
 
-def test_sums_of_batches_are_not_the_sum_of_one() -> None:
-    """LS1, LS2: counts are added first and divided once."""
-    parts = [inputs(R, seed=R) for R in (1, 3, 9)]
-    added = draft_counts(*parts[0], IDS) + draft_counts(*parts[1], IDS) + draft_counts(*parts[2], IDS)
-    whole = draft_counts(*([torch.cat([part[i][k] for part in parts]) for k in range(3)] for i in range(4)), IDS)  # type: ignore[arg-type]
-    for a, b in zip(added.fields, whole.fields, strict=True):
+@pytest.mark.parametrize("piece", [1, 2, 5, 64])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_depends_on_the_piece_or_differs_from_the_formula(name: str, own: bool, piece: int) -> None:
+    config, (outputs, labels) = CONFIGS[name], inputs(own=own)
+    if config.weighting == "rows":
+        labels = replace(labels, weight_R=torch.linspace(0.1, 2, len(labels.number_R), dtype=torch.float64))
+    total, sums = slow(outputs, labels, config)
+    found = unrolled_loss(outputs, labels, config, piece=piece)
+    torch.testing.assert_close(found.total, total)
+    for mine, expected in zip(gradients(3 * found.total, outputs), gradients(total, outputs), strict=True):
+        torch.testing.assert_close(mine, 3 * expected, atol=1e-12, rtol=1e-10)
+    assert torch.equal(found.rank_KR, sums["rank_KR"]) and float(found.weight) == pytest.approx(sums["weight"])
+    for field in ("loss", "alpha", "hits", "rows", "inside", "survived", "reached"):
+        assert getattr(found.counts, f"{field}_K").tolist() == pytest.approx(sums[field])
+    assert found.counts.ranks_KM.tolist() == sums["ranks"]
+    assert sums["reached"][2] < sums["rows"][0] and sums["inside"][0] < sums["rows"][0] and 0 < sums["survived"][0]
+
+
+def test_frozen_output_or_evaluation_makes_gradients() -> None:
+    outputs, labels = inputs()
+    frozen = [replace(out, output_VdH=out.output_VdH.detach()) for out in outputs]
+    found, whole = (unrolled_loss(some, labels, LossConfig()) for some in (frozen, outputs))
+    hidden = [out.hidden_RH for out in outputs]
+    for a, b in zip(torch.autograd.grad(found.total, hidden), torch.autograd.grad(whole.total, hidden), strict=True):
         torch.testing.assert_close(a, b)
-    assert added.means()["loss"] == pytest.approx((whole.loss_K / whole.rows_K).tolist())
+    with torch.no_grad():
+        alone = unrolled_loss(outputs, labels, LossConfig())
+    assert not alone.total.requires_grad and torch.equal(alone.total, whole.total.detach())
 
 
-def test_mean_is_taken_over_rows_that_do_not_count() -> None:
-    """LS1: two of ten rows with a loss of 2 each give 2."""
-    counts = Counts(torch.tensor([4.0]), torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor([2.0]))
-    assert counts.means() == {"loss": [2.0], "alpha": [0.5], "hit": [0.5]}
-    empty = Counts(*(torch.zeros(1) for _ in range(4)))
-    assert empty.means() == {"loss": [0.0], "alpha": [0.0], "hit": [0.0]}
+@pytest.mark.parametrize("mix", [{"soft_ce": 1.0}, MIXED])
+def test_sums_of_batches_are_not_the_sum_of_one(mix: dict[str, float]) -> None:
+    """Counts and totals of some batches are those of all their tokens in one; a batch of which nothing counts adds nothing."""
+    config = LossConfig(mix=mix)
+    parts = [unrolled_loss(*inputs(lengths, seed=3), config) for lengths in ((4, 1), (2, 7), (1,))]
+    added = sum((part.counts for part in parts[1:]), start=parts[0].counts)
+    assert added.rows_K.tolist() == [10, 7, 5] == added.reached_K.tolist() and parts[2].counts.flat().tolist() == [0.0] * (K * (7 + RANKS))
+    assert float(added.loss_K.sum()) == pytest.approx(sum(part.total.item() for part in parts))
+    back = Counts.from_flat(added.flat(), K)
+    assert all(torch.equal(a, b) for a, b in zip(back.fields, added.fields, strict=True)) and back.ranks_KM.shape == (K, RANKS)
+    assert all(torch.equal(a, b) for a, b in zip((added + Counts.zeros(K, torch.device("cpu"))).fields, added.fields, strict=True))
 
 
-def test_hit_is_counted_among_the_draft_vocabulary_only() -> None:
-    """EV1: 10 rows, 4 with the target's best outside; right at the other 6: agreement 0.6."""
-    inside = torch.tensor([1, 3, 4, 7, 8, 1])
-    best = torch.cat([inside, torch.tensor([0, 2, 5, 6])])
-    logits = torch.zeros(10, 5)
-    logits[torch.arange(6), torch.tensor([0, 1, 2, 3, 4, 0])] = 9.0
-    got = draft_counts([logits], [torch.full((10, 5), 0.1)], [best], [torch.ones(10, dtype=torch.bool)], IDS)
-    assert got.means()["hit"] == pytest.approx([0.6])
+def test_head_without_features_is_trained_on_them() -> None:
+    outputs, labels = inputs()
+    with pytest.raises(ValueError, match="smooth_l1 needs a head that guesses"):
+        unrolled_loss([replace(out, feature_RW=None) for out in outputs], labels, LossConfig(mix=MIXED))
 
 
-def test_mass_off_the_draft_vocabulary_is_given_to_it() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0]])
-    p = torch.tensor([[0.1, 0.2, 0.3]])
-    half = soft_cross_entropy(logits, p / 2)
-    torch.testing.assert_close(half * 2, soft_cross_entropy(logits, p))
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_mixed_precision_reaches_law_or_divergence(kind: torch.dtype) -> None:
+    """Under autocast the gradients stay near those in full precision; the law does not change at all."""
+    outputs, labels = inputs(lengths=(60,))
+    single = [
+        StepOutput(o.ahead, o.hidden_RH.detach().float().requires_grad_(), o.output_VdH.detach().float().requires_grad_()) for o in outputs
+    ]
+    labels = replace(labels, last_PW=labels.last_PW.float(), lse_P=labels.lse_P.float(), rows_VdW=labels.rows_VdW.float())
+    exact = unrolled_loss(single, labels, LossConfig())
+    expected = torch.autograd.grad(exact.total, leaves(single))
+    with torch.autocast("cpu", dtype=kind):
+        found = unrolled_loss(single, labels, LossConfig())
+    assert found.total.dtype == torch.float32 and found.total.item() == pytest.approx(exact.total.item(), rel=3e-3)
+    for mine, other in zip(torch.autograd.grad(found.total, leaves(single)), expected, strict=True):
+        assert mine.dtype == torch.float32 and 0 < (mine - other).norm() < 0.02 * other.norm()
 
 
-def test_step_without_rows_has_a_loss_or_a_gradient() -> None:
-    logits, p, best, counts = inputs()
-    counts[1] = torch.zeros_like(counts[1])
-    leaves = [x.clone().requires_grad_() for x in logits]
-    got = draft_counts(leaves, p, best, counts, IDS)
-    got.loss_K.sum().backward()
-    assert [f[1].item() for f in got.fields] == [0.0] * 4
-    assert not leaves[1].grad.any() and leaves[0].grad[counts[0]].any() and not leaves[0].grad[~counts[0]].any()
+class Sizes(TorchDispatchMode):
+    """The largest output of any operation."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return found
 
 
-def test_no_rows_at_all_give_nan() -> None:
-    logits, p, best, counts = inputs(R=0)
-    got = draft_counts([x.requires_grad_() for x in logits], p, best, counts, IDS)
-    got.loss_K.sum().backward()
-    assert all(f.tolist() == [0.0] * 3 for f in got.fields)
-
-
-def test_gradient_in_half_precision_is_coarse() -> None:
-    """LS3: bfloat16 logits near the target's: the gradient within 1 % of float64."""
-    g = torch.Generator().manual_seed(0)
-    draft = (torch.randn(16, 8000, generator=g) * 2).to(torch.bfloat16)
-    p = (draft.double() + 0.05 * torch.randn(16, 8000, generator=g)).softmax(-1)
-    assert torch.minimum(p, draft.double().softmax(-1)).sum(-1).min() > 0.97
-    leaf = draft.clone().requires_grad_()
-    soft_cross_entropy(leaf.float(), p.float()).sum().backward()
-    exact = draft.double().softmax(-1) - p
-    mine = draft.float().clone().requires_grad_()
-    soft_cross_entropy(mine, p.float()).sum().backward()
-    assert (mine.grad.double() - exact).norm() / exact.norm() < 0.01
-    assert (leaf.grad.double() - exact).norm() / exact.norm() < 0.01
+def test_matrix_of_all_tokens_and_the_vocabulary_is_made() -> None:
+    """8,192 tokens and the full vocabulary of 49,152, three steps; few of the rows count, for time."""
+    P, wide, g = 8192, 49152, torch.Generator().manual_seed(0)
+    rows, output, hidden, last = (torch.randn(n, 8, generator=g) for n in (wide, wide, P - 1, P))
+    counts = torch.zeros(3, P - 1, dtype=torch.bool)
+    counts[:, 4090:4110] = True
+    labels = Labels(
+        last, torch.full((P,), 20.0), torch.zeros(P, dtype=torch.int32), rows, torch.arange(P - 1), counts, None, torch.arange(wide)
+    )
+    outputs = [StepOutput(2 + k, hidden.requires_grad_(), output.requires_grad_()) for k in range(3)]
+    with Sizes() as sizes:
+        found = unrolled_loss(outputs, labels, LossConfig(mix={"kl": 1.0, "top_k": 1.0}))
+        found.total.backward()
+    assert found.counts.rows_K.tolist() == [20] * 3 and hidden.grad is not None and hidden.grad[4090:4110].any()
+    assert wide * 8 <= sizes.largest <= 64 * 3 * wide < P * wide / 40

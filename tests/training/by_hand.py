@@ -1,16 +1,22 @@
-"""Rows with their states in memory, taken from a target's own forward pass in float32, as a feature store gives them.
+"""Rows with their states in memory, taken from a target's own forward pass in float32, as a feature store gives them; and a run on them.
 
 Tests load it with runpy, since tests are no package.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 
+from spectrain.config import HeadConfig, TrainingConfig
 from spectrain.data.batches import Batch, Sample, collate
 from spectrain.data.codes import Codes
 from spectrain.data.rows import Row
 from spectrain.target.model import Target
+from spectrain.training import loop
+from spectrain.training.setup import new_head
 
 LAYERS = (1, 2)
 
@@ -53,3 +59,79 @@ def random_rows(count: int, seed: int = 0, vocab: int = 100) -> list[Row]:
     lengths = torch.randint(8, 21, (count,), generator=g).tolist()
     ids = [torch.randint(0, vocab, (n,), generator=g).tolist() for n in lengths]
     return [row_of(x[:3], x[3:], name=str(i)) for i, x in enumerate(ids)]
+
+
+def fresh(target: Target, samples: Samples, **changes: Any) -> Any:
+    """A new head with random weights, the same at every call."""
+    config = HeadConfig(**{"layer_ids": LAYERS, "draft_vocab_size": 60, "init_layer": "random", **changes})
+    return new_head(config, target, samples.rows, seed=0)
+
+
+def changed(config: TrainingConfig, **changes: Any) -> TrainingConfig:
+    return TrainingConfig.model_validate({**config.model_dump(), **changes})
+
+
+def run(head: Any, samples: Samples, target: Target, out: Path, config: TrainingConfig, **changes: Any) -> loop.TrainResult:
+    settings = {"save": lambda head, name: None, "accelerator": Accelerator(cpu=True), "identity": {"run": "x"}, **changes}
+    return loop.train(head, samples, config, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=out, **settings)
+
+
+def weights(head: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in head.state_dict().items()}
+
+
+def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def checkpoint(out: Path, step: int | None = None) -> dict[str, Any]:
+    """The checkpoint of a run that `latest` names, or the one of a step."""
+    folder = out / "checkpoints"
+    name = (folder / "latest").read_text().strip() if step is None else f"step-{step}.pt"
+    return torch.load(folder / name, weights_only=True)
+
+
+def watch_steps(monkeypatch: Any, seen: Callable[..., None] | None = None) -> list[dict[str, Any]]:
+    """What the loop reports of each step, as it comes."""
+    found: list[dict[str, Any]] = []
+    report = loop.Progress.step
+
+    def step(self: Any, **told: Any) -> None:
+        found.append({**told, "loss": told["counts"].means()["loss"][0]})
+        if seen is not None:
+            seen(**told)
+        report(self, **told)
+
+    monkeypatch.setattr(loop.Progress, "step", step)
+    return found
+
+
+def stop_after(monkeypatch: Any, steps: int) -> None:
+    """The loop is asked to stop after this many steps of its own."""
+    left = iter(range(steps - 1, -(10**6), -1))
+
+    def on_any(accelerator: Any, *flags: bool) -> list[bool]:
+        return [next(left) == 0, *flags[1:]]
+
+    monkeypatch.setattr(loop, "_on_any", on_any)
+
+
+def values(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings and lists, with their paths."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from values(value, f"{above}/{key}")
+    elif isinstance(tree, list | tuple):
+        for i, value in enumerate(tree):
+            yield from values(value, f"{above}/{i}")
+    else:
+        yield above, tree
+
+
+def assert_same_state(a: Any, b: Any) -> None:
+    """Two nested states are the same bit by bit."""
+    mine, theirs = dict(values(a)), dict(values(b))
+    assert mine.keys() == theirs.keys()
+    for path, value in mine.items():
+        same = torch.equal(value, theirs[path]) if isinstance(value, torch.Tensor) else value == theirs[path]
+        assert same, f"{path}: {value} and {theirs[path]}"

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as tf
 
-from spectrain.config import HeadConfig
+from spectrain.config import HeadConfig, TrainingConfig
 from spectrain.data.rows import Row
 from spectrain.heads.targets import draft_vocabulary
 from spectrain.kernels import tree_attention
@@ -12,15 +12,18 @@ from spectrain.target.model import Target
 from spectrain.training import setup
 from spectrain.training.setup import (
     check_config,
+    check_training,
     coverage_by_domain,
     coverage_lines,
     final_norm,
     layer_ids,
     made_with,
     new_head,
+    start_notes,
     supervised_by_domain,
     supervised_counts,
 )
+from spectrain.training.start import norm_factors
 
 ROWS = [
     Row("a", "code", (50, 60, 7, 7, 9), (0, 0, 1, 1, 1)),
@@ -87,7 +90,7 @@ def test_making_a_head_changes_the_target(target: Target) -> None:
     assert all(torch.equal(v, before[k]) for k, v in target.model.state_dict().items())
 
 
-@pytest.mark.parametrize("ids", [(0, 1), (2, 1), (1, 1), (1, 3), (5,)])
+@pytest.mark.parametrize("ids", [(0, 1), (2, 1), (1, 1), (1, 3), (5, 6)])
 def test_layers_that_do_not_rise_within_the_target_are_read(target: Target, ids: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="must rise within 1 to 2"):
         layer_ids(HeadConfig(layer_ids=ids), target)
@@ -149,7 +152,111 @@ def test_counts_given_are_counted_again(target: Target) -> None:
 
 
 def test_another_norm_is_copied(target: Target) -> None:
-    assert final_norm(target) is not None and final_norm(target).data_ptr() == target.model.model.norm.weight.data_ptr()
+    assert torch.equal(final_norm(target), target.model.model.norm.weight)
+    assert torch.equal(norm_factors(torch.nn.LayerNorm(4), 4), torch.ones(4))
+
+
+def of_family(config, make_tokenizer, seed: int = 0) -> Target:
+    """A random model whose norms are no ones."""
+    torch.manual_seed(seed)
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=tree_attention.register()).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.add_(torch.rand(parameter.shape))
+    return Target(model=model, tokenizer=make_tokenizer(config.vocab_size), name="tiny")
+
+
+GEMMA = {**LLAMA, "query_pre_attn_scalar": 8}
+FAMILIES = {  # config, what of the last layer fits beside its norms, and why the rest does not
+    "llama": (tf.LlamaConfig(**LLAMA), ("attention", "mlp"), ""),
+    "phi3": (tf.Phi3Config(**LLAMA), ("attention", "mlp"), ""),
+    "gemma2": (tf.Gemma2Config(**GEMMA, final_logit_softcapping=None), (), "its norms are input_layernorm, post_attention_l"),
+    "gemma3": (tf.Gemma3TextConfig(**GEMMA), (), "its norms are input_layernorm, post_att"),
+    "gelu": (tf.LlamaConfig(**LLAMA, hidden_act="gelu"), ("attention",), "its activation is gelu, a head's is silu"),
+    "qwen2": (tf.Qwen2Config(**LLAMA), ("mlp",), "a head's attention has no k_proj.bias, q_proj.bias, v_proj.bias"),
+    "qwen3": (tf.Qwen3Config(**LLAMA), ("mlp",), "a head's attention has no k_norm.weight, q_norm.weight"),
+    "part": (tf.Phi3Config(**LLAMA, partial_rotary_factor=0.5), ("mlp",), "it turns a share of each head only"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layer_of_another_family_is_copied_as_if_it_were_llamas(family: str, make_tokenizer) -> None:
+    """EX2: what means the same is copied, norms as the factors that they are; the rest starts at random, faint, and it is said."""
+    config, fits, reason = FAMILIES[family]
+    target = of_family(config, make_tokenizer)
+    wanted = HeadConfig(layer_ids=(1, 2), draft_vocab_size=9)
+    head, notes = new_head(wanted, target, ROWS, seed=0), start_notes(wanted, target)
+    assert len(notes) == 2 - len(fits) and all(reason in note and "starts at random" in note for note in notes)
+    layer, x = target.layers[-1], torch.randn(5, 32)
+    before_mlp = layer.pre_feedforward_layernorm if family.startswith("gemma") else layer.post_attention_layernorm
+    for ours, theirs in (
+        (head.norm, target.model.model.norm), (head.midlayer.hidden_norm, layer.input_layernorm),
+        (head.midlayer.post_attention_layernorm, before_mlp),
+    ):  # fmt: skip
+        torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
+    q, o = (getattr(head.midlayer.self_attn, f"{name}_proj").weight for name in "qo")
+    theirs = layer.self_attn
+    whole_q = theirs.q_proj.weight if hasattr(theirs, "q_proj") else theirs.qkv_proj.weight[:32]
+    assert torch.equal(q[:, 32:], whole_q) == torch.equal(o, theirs.o_proj.weight) == ("attention" in fits)
+    up, down = head.midlayer.mlp.up_proj.weight, head.midlayer.mlp.down_proj.weight
+    whole_up = layer.mlp.up_proj.weight if hasattr(layer.mlp, "up_proj") else layer.mlp.gate_up_proj.weight[48:]
+    assert torch.equal(up, whole_up) == torch.equal(down, layer.mlp.down_proj.weight) == ("mlp" in fits)
+    assert ("attention" in fits or o.detach().std() < 0.003) and ("mlp" in fits or down.detach().std() < 0.003)
+
+
+def test_what_starts_at_random_is_not_said(target: Target) -> None:
+    base = HeadConfig(layer_ids=(1, 2))
+    assert start_notes(base, target) == start_notes(base.model_copy(update={"init_layer": "random", "num_layers": 2}), target) == []
+    assert start_notes(base.model_copy(update={"num_layers": 3}), target) == ["2 layer(s) above the first start at random"]
+    assert "head.hidden_size 16 is not the width 32" in start_notes(base.model_copy(update={"hidden_size": 16}), target)[0]
+
+
+def test_head_goes_on_from_another_one(target: Target) -> None:
+    """The copy has sizes, flags, vocabulary and weights of the given head, and is trained without touching it."""
+    config = HeadConfig(layer_ids=(1, 2), draft_vocab_size=3, fc_norm=True, num_layers=2)
+    first = new_head(config, target, ROWS, seed=0).bfloat16().eval().requires_grad_(False)
+    head = new_head(HeadConfig(draft_vocab_size=50), target, (), seed=7, start=first)
+    assert head.config == first.config and head.target_ids.tolist() == [3, 7, 9] and head.training and head.tokens
+    assert all(torch.equal(head.state_dict()[n], t.to(head.state_dict()[n].dtype)) for n, t in first.state_dict().items())
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in head.parameters())
+    before = {n: t.clone() for n, t in first.state_dict().items()}
+    with torch.no_grad():
+        head.fc.weight.add_(1)
+    assert all(torch.equal(t, before[n]) for n, t in first.state_dict().items())
+    assert not new_head(HeadConfig(output="frozen"), target, (), seed=0, start=first).lm_head.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64, "head_dim": 16}, "reads states of width 32, tiny has 64; start from a head of this target, or"),
+        ({"vocab": 120}, "reads a vocabulary of 100, tiny has 120"),
+        ({"num_hidden_layers": 5}, "reads a target of layers 3, tiny has 5"),
+    ],
+)
+def test_head_of_another_target_is_gone_on_from(target: Target, make_target, changes: dict, message: str) -> None:
+    first = new_head(HeadConfig(layer_ids=(1, 2), draft_vocab_size=3), target, ROWS, seed=0)
+    with pytest.raises(ValueError, match=message):
+        new_head(HeadConfig(), make_target(**changes), (), seed=0, start=first)
+
+
+def test_head_without_tables_or_with_other_states_is_gone_on_from(target: Target, make_head) -> None:
+    with pytest.raises(ValueError, match=r"head.layer_ids \[1, 3\] must rise within 1 to 2"):
+        new_head(HeadConfig(), target, (), seed=0, start=make_head(target, layer_ids=(1, 3)))
+    blank = make_head(target)
+    blank.t2d.zero_()
+    with pytest.raises(ValueError, match="no table of its draft vocabulary"):
+        new_head(HeadConfig(), target, (), seed=0, start=blank)
+    padded = Target(model=target.model, tokenizer=target.tokenizer, name="tiny")
+    padded.__dict__["num_ids"] = 50
+    with pytest.raises(ValueError, match="head.start drafts the id 78, the tokenizer of tiny ends at 49"):
+        new_head(HeadConfig(), padded, (), seed=0, start=make_head(target))
+
+
+def test_loss_that_the_head_has_no_output_for_is_told_late() -> None:
+    check_training(HeadConfig(), TrainingConfig(loss={"mix": {"kl": 1.0, "top_k": 0.5}}))
+    with pytest.raises(ValueError, match="smooth_l1.*head of kind eagle3 guesses none; leave it out: --set training.loss.mix=soft_ce"):
+        check_training(HeadConfig(), TrainingConfig(loss={"mix": {"soft_ce": 0.1, "smooth_l1": 1.0}}))
 
 
 def test_artifact_does_not_say_how_it_was_made(target: Target) -> None:

@@ -20,7 +20,7 @@ from spectrain.config import HeadConfig, TrainingConfig
 from spectrain.data.batches import Sample
 from spectrain.kernels import tree_attention
 from spectrain.target.model import Target
-from spectrain.training.loop import train
+from spectrain.training import loop
 from spectrain.training.setup import new_head
 
 BY_HAND = runpy.run_path(str(Path(__file__).with_name("by_hand.py")))
@@ -44,7 +44,8 @@ def five_rows() -> list[Any]:
     return [BY_HAND["row_of"](x[:3], x[3:], name=str(i)) for i, x in enumerate(ids)]
 
 
-def main(folder: Path, accumulation: int, stop_after: int) -> None:
+def tiny_target() -> Target:
+    """A random Llama of three layers, the same in every process."""
     config = LlamaConfig(
         vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, max_position_embeddings=64, initializer_range=0.25,
@@ -53,27 +54,41 @@ def main(folder: Path, accumulation: int, stop_after: int) -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM._from_config(config, attn_implementation=tree_attention.register()).eval().requires_grad_(False)
     words = SimpleNamespace(get_vocab=lambda: {f"w{i}": i for i in range(100)})
-    target = Target(model=model, tokenizer=words, name="tiny")
+    return Target(model=model, tokenizer=words, name="tiny")
+
+
+def main(folder: Path, accumulation: int, stop_after: int) -> None:
+    target = tiny_target()
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     samples = Samples.of(target, five_rows())
     samples.stop_after = stop_after if rank == accelerator.num_processes - 1 else 0
     head = new_head(HeadConfig(layer_ids=(1, 2), draft_vocab_size=100, init_layer="random"), target, samples.rows, seed=0)
-    settings = TrainingConfig(epochs=4, tokens_per_step=1, accumulation=accumulation, lr=5e-3)
+    settings = TrainingConfig(epochs=4, tokens_per_step=1, accumulation=accumulation, lr=5e-3, ema=0.9)
     saved: list[str] = []
 
     def save(head: Any, name: str) -> None:
         saved.append(name)
 
-    record: dict[str, Any] = {"world": accelerator.num_processes}
+    record: dict[str, Any] = {"world": accelerator.num_processes, "rates": [], "tokens": []}
+    report = loop.Progress.step
+
+    def step(self: Any, **told: Any) -> None:
+        record["rates"].append(told["lr"])
+        record["tokens"].append(told["total_tokens"])
+        report(self, **told)
+
+    loop.Progress.step = step  # type: ignore[method-assign]
     try:
-        result = train(
+        result = loop.train(
             head, samples, settings, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=folder, accelerator=accelerator,
-            save=save, on_eval=lambda head: 1.0, identity="x",
+            save=save, on_eval=lambda head: {"measured_tau": 1.0}, identity={"run": "x"},
         )  # fmt: skip
         record |= {"steps": result.steps, "losses": [point["loss"] for point in result.history]}
     except KeyboardInterrupt as stopped:
         record |= {"stopped": str(stopped)}
+    finally:
+        loop.Progress.step = report  # type: ignore[method-assign]
     torch.save(head.state_dict(), folder / f"weights-{rank}.pt")
     (folder / f"record-{rank}.json").write_text(json.dumps({**record, "saved": saved}))
 

@@ -1,0 +1,89 @@
+"""What moves the weights: AdamW, or Muon beside it as one optimizer; their rates; and the average of the weights over steps.
+
+Which weights Muon takes: the matrices of the decoder layers, in which a direction is as good as another, so that a step of equal size along
+all of them (what orthogonalising the update does) learns more of the rare ones. AdamW keeps norms (no matrices), the output rows (a row a
+token: rare tokens must stay slow), and the projections of the target's states and embeddings (`fc`, `embed_proj`): their inputs have a few
+entries a hundred times larger than the rest, and a step of equal size along those drowns the others.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from spectrain.config import TrainingConfig
+
+Many = tuple[Tensor, ...] | list[Tensor]
+OUTSIDE = ("fc", "lm_head", "embed_proj")  # matrices at a head's borders
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers, each with its own weights, that step, scale (float16) and are saved as one."""
+
+    def __init__(self, **parts: torch.optim.Optimizer) -> None:
+        self.parts = parts  # nothing of the base class is kept: groups and states are those of the parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts.values():
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts.values():
+            part.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """ValueError when the states are of other optimizers."""
+        if self.parts.keys() != state_dict.keys():
+            raise ValueError(f"states of {', '.join(map(str, state_dict))}; needed those of {', '.join(self.parts)}")
+        for name, part in self.parts.items():
+            part.load_state_dict(state_dict[name])
+
+
+def make_optimizer(head: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
+    """The optimizer of a head's trainable weights. Weight decay is for matrices alone: it would pull the scales of norms to zero."""
+    named = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
+    inner = [p for name, p in named if p.dim() == 2 and name.split(".")[0] not in OUTSIDE] if config.optimizer == "muon" else []
+    taken = {id(p) for p in inner}
+    rest = [p for _, p in named if id(p) not in taken]
+    groups = [
+        {"params": some, "weight_decay": decay, "rate": "lr"}
+        for some, decay in (([p for p in rest if p.dim() > 1], config.weight_decay), ([p for p in rest if p.dim() < 2], 0.0))
+        if some
+    ]
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True) if groups else None
+    if not inner:
+        assert adamw is not None
+        return adamw
+    muon = torch.optim.Muon([{"params": inner, "rate": "muon_lr"}], lr=config.muon_lr, weight_decay=config.weight_decay)
+    return Together(muon=muon, **({} if adamw is None else {"adamw": adamw}))
+
+
+def set_rates(optimizer: torch.optim.Optimizer, factor: float, config: TrainingConfig) -> None:
+    """Give every group its own rate times `factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = getattr(config, group["rate"]) * factor
+
+
+def averaged(head: nn.Module, decay: float) -> AveragedModel:
+    """A copy of the head that holds the average of its weights, in evaluation mode; `update_parameters(head)` takes in a step.
+
+    average <- d average + (1 - d) weights with d = min(decay, (1 + n) / (10 + n)) after n steps, so that a short run is not an average
+    of its beginning (the rule of TensorFlow's ExponentialMovingAverage).
+    """
+
+    @torch.no_grad()
+    def mix(average: Many, weights: Many, count: Tensor | int) -> None:
+        n = int(count)
+        torch._foreach_lerp_(list(average), list(weights), 1 - min(decay, (1 + n) / (10 + n)))
+
+    copy = AveragedModel(head, multi_avg_fn=mix)
+    return copy.requires_grad_(False).eval()
