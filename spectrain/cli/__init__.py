@@ -218,7 +218,7 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder with a report.jso
 @guarded
 def export(
     head: Annotated[Path, typer.Argument(help="Head directory.")],
-    to: Annotated[str, typer.Option(help="eagle3 (also vllm, sglang: the same folder).")],
+    to: Annotated[str, typer.Option(help="eagle3 or vllm (one folder), or sglang (refused where SGLang computes another head).")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     target: Annotated[str | None, typer.Option(help="The head's target; needed for heads of another width than it.")] = None,
 ) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -251,10 +251,3 @@ def measured_acceptance(target: Target, rows: Sequence[Row], drafter: Drafter, s
         tokens, rounds = sums[row.domain]
         sums[row.domain] = tokens + sum(r.committed for r in found.rounds), rounds + len(found.rounds)
     return Acceptance(sums, [(r.drafted, r.accepted) for found in result.rows for r in found.rounds])
-
-
-def acceptance_probe(
-    target: Target, rows: Sequence[Row], shape: Shape, max_new_tokens: int, drafter: Callable[[Any], Drafter]
-) -> Callable[[Any], float]:
-    """A function head -> measured tau (macro over domains) on the prompts of these rows, for choosing the best checkpoint."""
-    return lambda head: measured_acceptance(target, rows, drafter(head), shape, max_new_tokens=max_new_tokens).tau

@@ -21,6 +21,7 @@ from spectrain.heads.tokens import pack_tokens
 from spectrain.target.check import output_logits
 from spectrain.target.model import Target
 from spectrain.training.start import final_norm, last_layer, state_sizes
+from spectrain.training.tracking import check_tracker
 
 TOKENS_AT_ONCE = 2**20  # counted together, since a count costs a pass over the vocabulary
 PROBE_TOKENS = 128  # of a row, to see how large the target's states are
@@ -29,7 +30,11 @@ LONGEST_WAIT = timedelta(days=2)  # of the other processes, while the first one 
 
 
 def open_accelerator(config: TrainingConfig, out: Path) -> Accelerator:
-    """Processes, device and trackers of a run. The loop weighs accumulated batches itself, so accelerate is told of none."""
+    """Processes, device and trackers of a run. The loop weighs accumulated batches itself, so accelerate is told of none.
+
+    ValueError when the tracker's package is missing.
+    """
+    check_tracker(config.tracker)
     return Accelerator(
         mixed_precision=config.mixed_precision, log_with=None if config.tracker == "none" else config.tracker, project_dir=out,
         cpu=not torch.cuda.is_available(),  # where the target is; several processes without CUDA find each other only if told

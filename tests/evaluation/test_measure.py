@@ -20,10 +20,10 @@ from spectrain.evaluation.measure import (
     Exactness,
     Record,
     Records,
-    acceptance_probe,
     compare,
     measure_speed,
     measure_tau,
+    measured_acceptance,
     speed_subset,
     suite_prompts,
 )
@@ -324,7 +324,7 @@ def test_probe_weighs_domains_by_their_prompts(target: Target, scripted: Any) ->
     asked = [target.encode(p.chat) for p in PROMPTS[:4]]
     masks = [[0] * len(ids) + [1, 1] for ids in asked]  # the answers of the rows play no part
     given = [Row(p.id, p.domain, [*ids, 9, 1], mask) for p, ids, mask in zip(PROMPTS, asked, masks, strict=False)]
-    probe = acceptance_probe(target, given, Chain(3), 9, lambda head: scripted(head))
+    probe = lambda head: measured_acceptance(target, given, scripted(head), Chain(3), max_new_tokens=9).tau  # noqa: E731
     rows = generate(target, [p.chat for p in PROMPTS[:4]], drafter=scripted(script), shape=Chain(3), max_new_tokens=9).rows
     sums = {d: [0, 0] for d in ("even", "odd")}
     for prompt, row in zip(PROMPTS, rows, strict=False):
