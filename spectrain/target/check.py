@@ -30,7 +30,8 @@ class Limits:
     error: float
 
 
-STORED = {"bf16": Limits(1e-4, 0.995, 0.02), "int8": Limits(0.05, 0.9, 0.1)}
+# KL decides; best tokens flip at near ties: 3 of 392 of a right store in bf16, 2 of 1494 of another.
+STORED = {"bf16": Limits(1e-4, 0.98, 0.02), "int8": Limits(0.05, 0.9, 0.1)}
 # A target in 16 bits gives other logits by itself when rows stand in other batches.
 HALF = Limits(0.05, 0.9, 0.15)
 
