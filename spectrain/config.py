@@ -229,7 +229,7 @@ class TrainingConfig(Stage):
     cooldown: Fraction = 0.2
     final_lr: Fraction = 0.05
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
@@ -363,10 +363,14 @@ def validate(kind: type[S], values: Mapping[str, Any], *, where: str) -> S:
     except ValidationError as error:
         lines = []
         for fault in error.errors():
-            key = ".".join(str(part) for part in fault["loc"])
+            path = fault["loc"][:-1] if fault["loc"][-1:] == ("[key]",) else fault["loc"]  # a key that is wrong itself
+            key = ".".join(str(part) for part in path)
             if fault["type"] == "extra_forbidden":
-                known = ", ".join(_fields_at(kind, fault["loc"][:-1]))
-                lines.append(f"  {key}: unknown key; known here: {known}")
+                lines.append(f"  {key}: unknown key; known here: {', '.join(_fields_at(kind, path[:-1]))}")
+            elif fault["type"] == "model_type":
+                lines.append(f"  {key}: needs keys below it ({', '.join(_fields_at(kind, path))}), found {fault.get('input')!r}")
+            elif fault["type"] == "missing":
+                lines.append(f"  {key}: {fault['msg']}")
             else:
                 lines.append(f"  {key}: {fault['msg']} (found {fault.get('input')!r})")
         raise ValueError(f"{where}:\n" + "\n".join(lines)) from error

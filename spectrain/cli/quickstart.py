@@ -13,6 +13,7 @@ from rich.table import Table
 import spectrain
 from spectrain.cli import stages
 from spectrain.cli.evaluate import check_exact, evaluate
+from spectrain.cli.start import open_start
 from spectrain.config import Recipe, load_config
 from spectrain.evaluation.render import terminal_table, write_report
 from spectrain.export.engines import export_head, serve_command
@@ -75,6 +76,7 @@ def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, over
     watch.start("target")
     accelerator = open_accelerator(recipe.training, out / "training")
     target = stages.open_target(recipe, out, str(accelerator.device))
+    recipe, start = open_start(recipe, target, say)
     say(f"{recipe.target.name}: {target.num_layers} layers, vocabulary {target.vocab_size}, {recipe.target.dtype} on {target.device}")
     watch.start("answers")
     file = stages.answers_file(recipe, target, root, out, fresh=fresh_answers, say=say)
@@ -83,7 +85,7 @@ def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, over
     watch.start("capture")
     store = stages.capture_states(recipe, target, data, out, accelerator, say)
     watch.start("training")
-    result, coverage = stages.run_training(recipe, target, data, store, out, accelerator, say)
+    result, coverage = stages.run_training(recipe, target, data, store, out, accelerator, say, start=start)
     watch.start("evaluation")
     head = stages.open_head(out / "head", target)
     extra = {

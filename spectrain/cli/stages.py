@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from spectrain.cli.capture import announce, check_rows_of, prepared_with
 from spectrain.cli.probe import Probe
 from spectrain.cli.regenerate import TargetAnswerer
-from spectrain.cli.start import weights_hash
+from spectrain.cli.start import check_no_run, weights_hash
 from spectrain.cli.wiring import as_drafter
 from spectrain.config import AnswersConfig, PrepareConfig, Recipe, RegenerateConfig, dump_yaml
 from spectrain.data.answers import AnswerFile
@@ -291,6 +291,7 @@ def probe_rows(rows: Sequence[Row]) -> list[Row]:
 
 def open_head(folder: Path, target: Target) -> Any:
     """A head directory on the target's device; ValueError when it was trained for another target."""
+    check_no_run(folder)
     head = load_head(folder, device=str(target.device))
     check_head(head, target.fingerprints, target.name, target.tokenizer)
     return head

@@ -1,21 +1,29 @@
 """The head that a recipe goes on from: read, checked against the target, and its layers taken over before states are captured."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
-from spectrain.config import Recipe
+from spectrain.config import HeadConfig, Recipe
 from spectrain.export.flat import head_from_flat
 from spectrain.heads.base import check_head, load_head
 from spectrain.target.model import Target
 
+SAME = (  # called alike in the settings and in a head's config
+    "layer_ids", "hidden_size", "sliding_window", "draft_vocab_size", "fc_norm", "norm_before_fc", "norm_output", "norm_before_residual",
+)  # fmt: skip
+
 
 def open_start(recipe: Recipe, target: Target, say: Any) -> tuple[Recipe, Any]:
-    """The recipe with the layers of the head that it goes on from (`head.start`), and that head; the recipe as it is and None for a new
+    """The recipe with the sizes of the head that it goes on from (`head.start`), and that head; the recipe as it is and None for a new
     head. ValueError for a folder that holds no head, a head of another target, or other layers than the recipe names."""
     if recipe.head.start is None:
         return recipe, None
     folder = Path(recipe.head.start)
+    if not folder.is_dir():
+        raise ValueError(f"head.start: no folder {folder}; give a head directory such as runs/NAME/head, or a flat EAGLE-3 folder")
+    check_no_run(folder)
     if (folder / "made_with.json").is_file():
         head = load_head(folder)
         check_head(head, target.fingerprints, target.name, target.tokenizer)
@@ -30,7 +38,27 @@ def open_start(recipe: Recipe, target: Target, say: Any) -> tuple[Recipe, Any]:
     if recipe.head.layer_ids not in (None, ids):
         way_out = "leave head.layer_ids out of the recipe (--set head.layer_ids=null)"
         raise ValueError(f"the recipe names head.layer_ids {list(recipe.head.layer_ids or ())}, {folder} reads {list(ids)}; {way_out}")
-    return recipe.model_copy(update={"head": recipe.head.model_copy(update={"layer_ids": ids})}), head
+    return recipe.model_copy(update={"head": _with_own(recipe.head, head.config, say)}), head
+
+
+def _with_own(wanted: HeadConfig, found: Any, say: Any) -> HeadConfig:
+    """The settings with the sizes and flags of the head that is gone on from; what the recipe has otherwise is told."""
+    names = {name: name for name in SAME} | {"num_layers": "num_hidden_layers"}
+    own = {name: getattr(found, its) for name, its in names.items() if hasattr(found, its)}  # a head of another kind has others
+    own["layer_ids"] = tuple(own["layer_ids"])
+    if own.get("hidden_size") == found.target_hidden_size:
+        own["hidden_size"] = None
+    for name, value in own.items():
+        if name in wanted.model_fields_set and (asked := getattr(wanted, name)) not in (None, value):
+            own_way = f"head.{name} is {json.dumps(value)}, as in {wanted.start}"
+            say(f"head.start: {own_way}; the {json.dumps(asked)} of the recipe is not looked at")
+    return wanted.model_copy(update=own)
+
+
+def check_no_run(folder: Path) -> None:
+    """ValueError for the folder of a run where one of its heads was needed."""
+    if not (folder / "made_with.json").is_file() and (folder / "head" / "made_with.json").is_file():
+        raise ValueError(f"{folder} is the folder of a run; its best head is {folder / 'head'}")
 
 
 def weights_hash(head: Any) -> str:

@@ -9,7 +9,7 @@ from spectrain.cli import stages
 from spectrain.cli.evaluate import check_exact
 from spectrain.cli.evaluate import evaluate as run_evaluation
 from spectrain.cli.quickstart import show, wide_console
-from spectrain.cli.start import open_start
+from spectrain.cli.start import check_no_run, open_start
 from spectrain.config import EvaluationConfig, Recipe, Suite, load_config, override, validate
 from spectrain.evaluation.render import write_report
 from spectrain.export.engines import FORMATS, export_head, needs_embedding, serve_command
@@ -27,13 +27,13 @@ def train(path: Path, *, out: Path | None, fresh_answers: bool, overrides: list[
     console = Console(quiet=not accelerator.is_main_process, soft_wrap=True, markup=False)
     with accelerator.main_process_first():
         target = stages.open_target(recipe, out, str(accelerator.device))
+        recipe, start = open_start(recipe, target, console.print)  # refused before the long work
         if accelerator.is_main_process:
             file = stages.answers_file(recipe, target, root, out, fresh=fresh_answers, say=console.print)
             data = stages.make_rows(recipe, target, file, out)
         else:
             data = stages.read_rows(recipe, target, out)
     console.print(stages.rows_line(data))
-    recipe, start = open_start(recipe, target, console.print)
     store = stages.capture_states(recipe, target, data, out, accelerator, console.print)
     result, _ = stages.run_training(recipe, target, data, store, out, accelerator, console.print, start=start)
     best = "" if result.best is None else f", best measured tau {result.best:.3f}"
@@ -79,6 +79,7 @@ def show_report(folder: Path) -> None:
 def export(head: Path, to: str, out: Path, target: str | None) -> None:
     """Write a head for an engine and print how to serve it. target: where the target is, for heads whose folder needs its embedding."""
     embed_VW = None
+    check_no_run(head)
     if to in FORMATS and needs_embedding(head):
         if target is None:
             raise ValueError(f"{head} is of another width than its target, whose embedding goes into the folder: add --target NAME")
@@ -87,4 +88,5 @@ def export(head: Path, to: str, out: Path, target: str | None) -> None:
         embed_VW = model.embedding_VW
     folder = export_head(head, to, out, embed_VW=embed_VW)
     made = json.loads((head / "made_with.json").read_text())
-    print(f"wrote {folder}\n{serve_command(folder, made['target'], num_speculative_tokens=4)}")
+    engine = "sglang" if to == "sglang" else "vllm"
+    print(f"wrote {folder}\n{serve_command(folder, made['target'], engine=engine, num_speculative_tokens=4)}")

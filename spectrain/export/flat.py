@@ -198,6 +198,8 @@ def _layer_ids(
 ) -> list[int]:  # fmt: skip
     """The states that fc reads, as hs[i]: given, else named by the folder, else the default of all engines."""
     ids = list(given) if given else _named_ids(config, layers, notation, where)
+    if given:
+        notes.append(f"layer ids hs{ids} as given, whatever the folder names")
     if ids is None:
         ids = [2, layers // 2, layers - 3]
         notes.append(f"no layer ids: hs{ids}, the default of engines and trainers")

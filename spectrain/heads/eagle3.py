@@ -25,10 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from spectrain.config import Stage
 from spectrain.heads.base import DraftState, KeyValueCache, StepOutput, TrainingBatch
 from spectrain.heads.eagle3_start import start
-from spectrain.heads.layers import GatedMLP, RMSNorm, rotary_frequencies, rotary_table, rotate
+from spectrain.heads.layers import GatedMLP, RMSNorm, narrow, rotary_frequencies, rotary_table, rotate
 from spectrain.heads.places import Places, pick
 from spectrain.kernels.tree_attention import attend
-from spectrain.kernels.unrolled_attention import Unrolled, attend_base, attend_unrolled
+from spectrain.kernels.unrolled_attention import Unrolled, attend_base, attend_unrolled, working_type
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 KeyValue = tuple[Tensor, Tensor]
@@ -164,28 +164,28 @@ class Eagle3(nn.Module):
         )  # fmt: skip
 
     def _fuse(self, states_XF: Tensor) -> Tensor:
-        """The feature of step 0."""
+        """The feature of step 0, in the head's precision: under autocast, too, the residual stream is no rounded sum."""
         x_XF = states_XF.to(self.fc.weight.dtype)
         if self.config.fc_norm:
             parts = x_XF.split(self.config.target_hidden_size, dim=-1)
             x_XF = torch.cat([norm(part_XW) for norm, part_XW in zip(self.fc_norm, parts, strict=True)], dim=-1)
         if self.config.norm_before_fc:
             x_XF = self.input_norm(x_XF)
-        return self.fc(x_XF)
+        return self.fc(x_XF).to(self.fc.weight.dtype)
 
     def _embed(self, token_X: Tensor, embed_VW: Tensor) -> Tensor:
         """Normed embeddings of tokens in hand, in the head's precision: the target may be of another."""
         x = embed_VW[token_X].to(self.fc.weight.dtype)
         if self.config.hidden_size != self.config.target_hidden_size:
             x = self.embed_proj(x)
-        return self.midlayer.input_layernorm(x)
+        return narrow(self.midlayer.input_layernorm(x))
 
     def _read(self, number: int, x_XH: Tensor) -> tuple[Tensor, Tensor]:
         """What layer `number` reads of the stream below it, and what its residual stream starts from."""
         if number:
-            return self.layers[number].input_layernorm(x_XH), x_XH
+            return narrow(self.layers[number].input_layernorm(x_XH)), x_XH
         normed_XH = self.midlayer.hidden_norm(x_XH)
-        return normed_XH, normed_XH if self.config.norm_before_residual else x_XH
+        return narrow(normed_XH), normed_XH if self.config.norm_before_residual else x_XH
 
     def _leave(self, x_XH: Tensor) -> tuple[Tensor, Tensor]:
         """What the output layer reads, and the feature of the next step."""
@@ -217,7 +217,8 @@ class Eagle3(nn.Module):
         states_TF = states_TF if len(at.token_T) == len(states_TF) else states_TF[at.token_T]
         # The embedding's half of q, k and v is the same at every step that reads the token: made once a token.
         e_UH = self._embed(at.in_hand_U, embed_VW)
-        halves = [getattr(self.midlayer.self_attn, name).weight.split(self.config.hidden_size, dim=1) for name in PROJECTIONS]
+        weights = [narrow(getattr(self.midlayer.self_attn, name).weight) for name in PROJECTIONS]
+        halves = [weight.split(self.config.hidden_size, dim=1) for weight in weights]
         e_QH = e_UH if len(at.ask_Q) == len(e_UH) else pick(e_UH, at.ask_Q)
         q_QC, k_UC, v_UC = (F.linear(x, of_embed) for x, (of_embed, _) in zip((e_QH, e_UH, e_UH), halves, strict=True))
         attention = {"layout": layout, "scale": self.config.head_dim**-0.5, "window": self.config.sliding_window}
@@ -252,13 +253,13 @@ class Eagle3(nn.Module):
         for number, layer in enumerate(self.layers[:-1]):
             read_TH, residual_TH = self._read(number, x_TH)
             q_TAD, k_TGD = (rotate(project(number, which, read_TH, parts), cos_TD, sin_TD) for which in (0, 1))
-            base.append((at.spread(k_TGD), at.spread(project(number, 2, read_TH, parts))))
+            base.append((at.spread(_kept(k_TGD)), at.spread(_kept(project(number, 2, read_TH, parts)))))
             o_BLAD = attend_base(at.spread(q_TAD), *base[-1], **attention)
             x_TH = layer(residual_TH, pick(o_BLAD.flatten(0, 1).flatten(1), at.token_T))
         number = len(self.above)
         read_TH, residual_TH = self._read(number, x_TH)
         k_TGD = rotate(project(number, 1, read_TH, parts), cos_TD, sin_TD)
-        base.append((at.spread(k_TGD), at.spread(project(number, 2, read_TH, parts))))
+        base.append((at.spread(_kept(k_TGD)), at.spread(_kept(project(number, 2, read_TH, parts)))))
         residual_RH = pick(residual_TH, at.row_R)
         read_RH = residual_RH if read_TH is residual_TH else pick(read_TH, at.row_R)
         q_RAD = rotate(project(number, 0, read_RH, parts), cos_TD[at.row_R], sin_TD[at.row_R])
@@ -275,7 +276,7 @@ class Eagle3(nn.Module):
         for number, layer in enumerate(self.layers):
             read_RH, residual_RH = self._read(number, x_RH)
             q_RAD, k_RGD = (rotate(project(number, which, read_RH, parts), cos_RD, sin_RD) for which in (0, 1))
-            fresh.append((k_RGD, project(number, 2, read_RH, parts)))
+            fresh.append((_kept(k_RGD), _kept(project(number, 2, read_RH, parts))))
             own_k, own_v = zip(*own[number], fresh[-1], strict=True)
             x_RH = layer(residual_RH, attend_unrolled(q_RAD, *base[number], own_k, own_v, **attention).flatten(1))
         return x_RH, fresh
@@ -352,6 +353,11 @@ class Eagle3(nn.Module):
         if not settled:
             inside_BNS = inside_BNS | (slot_S >= cache.lengths_B[:, None, None])
         return mask_B1NS & inside_BNS[:, None]
+
+
+def _kept(x: Tensor) -> Tensor:
+    """Keys or values in the type that attention works in: cast once, where each later step would cast them again."""
+    return x.to(working_type(x))
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

@@ -11,6 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def narrow(x: Tensor) -> Tensor:
+    """Under autocast, x in the type of its products: cast once for all that read it, where each product would cast it again."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype == torch.float32 else x
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale (arXiv 1910.07467), computed in float32."""
 
@@ -20,8 +26,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if self.weight.dtype == torch.float32:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
         scaled = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
 
@@ -36,6 +42,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = narrow(x)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -73,9 +80,11 @@ def rotary_frequencies(parameters: Mapping[str, Any], *, head_dim: int, max_posi
     from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    fields: dict[str, Any] = {"head_dim": head_dim, "max_position_embeddings": max_positions, "rope_parameters": dict(parameters)}
+    fields: dict[str, Any] = {
+        "head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": max_positions,
+        "rope_parameters": dict(parameters),
+    }  # fmt: skip
     config: Any = PreTrainedConfig(**fields)
-    config.hidden_size, config.num_attention_heads = head_dim, 1
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
     return frequencies.float(), float(scaling)
 
@@ -88,7 +97,11 @@ def rotary_table(positions_BN: Tensor, frequencies: Tensor, scaling: float) -> t
 
 
 def rotate(x_XHD: Tensor, cos_XD: Tensor, sin_XD: Tensor) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) with the two halves of a head as the pairs; cos and sin are the same for both halves."""
+    """Rotary embedding (arXiv 2104.09864) with the two halves of a head as the pairs; cos and sin are the same for both halves.
+
+    In the precision of x; under autocast in that of the table, since attention casts what it reads.
+    """
     first, second = x_XHD.chunk(2, dim=-1)
     cos, sin = (table_XD.chunk(2, dim=-1)[0].unsqueeze(-2) for table_XD in (cos_XD, sin_XD))
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_XHD.dtype)
+    turned_XHD = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned_XHD if torch.is_autocast_enabled(x_XHD.device.type) else turned_XHD.to(x_XHD.dtype)

@@ -9,7 +9,8 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from types import FrameType, TracebackType
@@ -21,9 +22,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-FOLDER, LATEST = "checkpoints", "latest"
+try:
+    import fcntl
+except ImportError:  # Windows: two runs in one folder are not told apart
+    fcntl = None  # type: ignore[assignment]
+
+FOLDER, LATEST, LOCK = "checkpoints", "latest", ".lock"
 EARLIER = "checkpoint.pt"  # the one file of earlier versions
-PLACE = ("step", "seconds", "best", "history", "order", "pace", "skipped", "measured")  # the place in the run
+PLACE = ("step", "seconds", "best", "history", "order", "pace", "skipped", "idle", "measured")  # the place in the run
 HARM = (RuntimeError, EOFError, UnpicklingError, KeyError, ValueError, TypeError, AttributeError, FileNotFoundError, BadZipFile)
 LONGEST = 60  # characters of a setting in a message
 
@@ -184,6 +190,22 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+@contextmanager
+def only_run(out: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Keeps other runs out of `out`, whose checkpoints this one would take for its own; ValueError when one is at work. The system
+    lets go of the lock when the process ends, however it ends."""
+    if fcntl is None or not accelerator.is_main_process:
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another run is at work in {out}; wait for it, stop it, or use another output folder") from error
+        yield
 
 
 class GracefulStop:

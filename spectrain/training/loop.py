@@ -5,6 +5,7 @@ vocabulary, Vd draft vocabulary.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,25 +25,27 @@ from spectrain.data.order import Lines, Order, Planner, Sizes, check_lines, row_
 from spectrain.heads.base import check_vocabulary
 from spectrain.heads.losses import Counts, Labels, LossResult, unrolled_loss
 from spectrain.heads.targets import counted
-from spectrain.training.checkpoint import Checkpoints, GracefulStop
+from spectrain.training.checkpoint import Checkpoints, GracefulStop, only_run
 from spectrain.training.optim import averaged, make_optimizer, set_rates
 from spectrain.training.schedule import Pace, learning_rate
 from spectrain.training.tracking import Progress
 
 Measure = Callable[[Any], Mapping[str, Any]]
 Save = Callable[[Any, str], None]
+MOST_IDLE = 30  # steps in a row without an update; the scale of float16 takes up to twenty to come down
 
 
 @dataclass
 class TrainResult:
     """steps done, the best measured tau (None when nothing was measured), the history of measured points, rows an epoch draws by
-    domain, and how often a sample was left out because its states were not finite."""
+    domain, how often a sample was left out because its states were not finite, and how many of the last steps in a row updated nothing."""
 
     steps: int = 0
     best: float | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     rows: dict[str, int] = field(default_factory=dict)
     skipped: int = 0
+    idle: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,14 @@ def train(
     with the same ones is resumed, another is refused. It goes on in mid-epoch at any number of processes and accumulation: no batch
     is lost or comes twice, and the learning rate keeps its place in the data. A finished run, and one whose time is up, says so and
     returns. SIGINT and SIGTERM save and raise KeyboardInterrupt. Seeds this process's random generators. Raises ValueError when no
-    row counts, or the head has no table of its draft vocabulary.
+    row counts, nothing is learnt for MOST_IDLE steps or the whole run, another run is at work in `out`, on_eval gives no number, or the
+    head has no table of its draft vocabulary.
     """
     check_vocabulary(head)
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    window, scanned_Vd = config.accumulation * world, head.target_ids.tolist()
-    found, order, shares, pace = _order(samples, config, window)
+    window = config.accumulation * world  # batches of a step, over all processes
+    scanned_Vd = head.target_ids.tolist()  # the draft vocabulary, until a checkpoint brings its own
+    row_sizes, order, shares, pace = _order(samples, config, window)
     set_seed(config.seed, device_specific=True)
     optimizer = make_optimizer(head.to(device), config)
     average = averaged(head, config.ema) if config.ema else None
@@ -114,39 +119,34 @@ def train(
     result, pace, spent, more = _resume(saved, order, pace, shares, config)
     notes += [*more, *_vocabulary_note(scanned_Vd, head.target_ids.tolist()), *_ended_note(result.steps, pace, spent, config)]
     trainee = Trainee(head, config, embed_VW=embed_VW.detach().to(device), output_VW=output_VW.detach().to(device))
-    model, optimizer = accelerator.prepare(trainee, optimizer)
+    model, optimizer = accelerator.prepare(trainee, optimizer)  # from here on `head` is the same weights without the wrapping
     step, over = result.steps, _time_is_up(spent, config)
-    told = config if step < pace.last and not over else config.model_copy(update={"tracker": "none"})  # nothing to track
+    tracked = config if step < pace.last and not over else config.model_copy(update={"tracker": "none"})  # nothing to track
     measured = _measured_so_far(saved, config, device)
     started = saved_at = time.monotonic()
     model.train()
-    with Progress(pace.last, step, accelerator, told, out) as progress, GracefulStop() as stop:
+    with only_run(out, accelerator), Progress(pace.last, step, accelerator, tracked, out) as progress, GracefulStop() as stop:
         progress.note("\n".join(notes))
         while step < pace.last and not over:
             began = time.monotonic()
-            batches, due = order.take(window, config.evals_per_epoch)
-            tokens = int(found.length_N[[i for lines in batches for line in lines for i in line]].sum())
+            batches, due = order.take(window, config.evals_per_epoch)  # due: a mark was passed at which to measure
+            tokens = int(row_sizes.length_N[[i for lines in batches for line in lines for i in line]].sum())
             batches += [[]] * (window - len(batches))  # every process has as many, so that all take part in every update
             works = [_work(samples, lines, config, device) for lines in batches[rank::world]]
             weight, broken = _over_all(works, accelerator)
-            counts = Counts.zeros(config.ttt_steps, device)
-            for i, work in enumerate(works):
-                with _exchange(model, accelerator, now=i == len(works) - 1):
-                    loss = model(work)
-                    # Processes average their gradients, so the sum over all of them needs the factor `world`.
-                    accelerator.backward(loss.total / weight * world)
-                counts = counts + loss.counts.detach()
+            counts = _gradients(model, works, weight, config, accelerator)
             factor = learning_rate(pace.place(step), pace.total, config)
-            updated = _update(optimizer, factor, head, average, config, accelerator)
+            missed = _update(optimizer, factor, head, average, config, accelerator) if weight > 0 else "no row counts"
             result.steps = step = step + 1
-            counts = Counts.from_flat(accelerator.reduce(counts.flat(), reduction="sum"), config.ttt_steps)
-            if updated:
-                measured = measured + counts
-            else:
-                progress.note(f"step {step}: gradient not finite, update skipped")
+            optimizer.zero_grad()
             if broken:
                 result.skipped += broken
                 progress.note(_broken_note(step, works))
+            if missed:
+                progress.note(f"step {step}: {missed}, update skipped")
+                result.idle += 1
+            else:
+                measured, result.idle = measured + counts, 0
             now = time.monotonic()
             progress.step(
                 step=step, counts=counts, lr=config.lr * factor, total_tokens=tokens, wait_seconds=sum(w.seconds for w in works),
@@ -155,14 +155,15 @@ def train(
             seconds, late = spent + now - started, now - saved_at > 60 * config.checkpoint_minutes
             asked, over, late = _on_any(accelerator, stop.asked, _time_is_up(seconds, config), late)
             last = over or step == pace.last
+            _check_learning(result, missed, config, last=last)
             if last or (due if config.eval_steps is None else step % config.eval_steps == 0):
                 _measure(head, average, on_eval, save, result, measured, step, seconds, accelerator, progress, last=last)
                 measured = Counts.zeros(config.ttt_steps, device)
             if last or asked or late or (config.checkpoint_steps and step % config.checkpoint_steps == 0):
                 place = {"step": step, "seconds": spent + time.monotonic() - started, "order": order.state, "pace": pace.state()}
-                so_far = {"best": result.best, "history": result.history, "skipped": result.skipped, "measured": measured.flat().cpu()}
+                so_far = {"best": result.best, "history": result.history, "skipped": result.skipped, "idle": result.idle}
                 progress.flush()
-                checkpoints.save({**place, **so_far})
+                checkpoints.save({**place, **so_far, "measured": measured.flat().cpu()})
                 saved_at = time.monotonic()
             if asked:
                 raise KeyboardInterrupt(f"stopped after step {step} of {pace.last}")
@@ -178,7 +179,7 @@ def _over_all(works: Sequence[Work], accelerator: Accelerator) -> tuple[Tensor, 
     """Over all processes: the weight that the step's loss is divided by, and how many samples were left out."""
     weight = torch.stack([w.weight for w in works]).sum()
     weight, broken = accelerator.reduce(torch.stack([weight, weight.new_tensor(sum(len(w.broken) for w in works))]), reduction="sum")
-    return weight.clamp(min=1e-6), int(broken)
+    return weight, int(broken)
 
 
 def _order(samples: Samples, config: TrainingConfig, window: int) -> tuple[Sizes, Order, dict[str, int], Pace]:
@@ -209,7 +210,7 @@ def _resume(
     if saved is None:
         return TrainResult(rows=shares), fresh, 0.0, notes
     step, pace, window = saved["step"], Pace(**saved["pace"]), fresh.window
-    result = TrainResult(step, saved["best"], saved["history"], shares, saved["skipped"])
+    result = TrainResult(step, saved["best"], saved["history"], shares, saved["skipped"], saved["idle"])
     order.go_to(saved["order"])
     if window != pace.window and step < pace.last:
         new = pace.changed(window, step=step, left=order.steps_left(window, config.steps and config.steps - step))
@@ -249,6 +250,21 @@ def _broken_note(step: int, works: Sequence[Work]) -> str:
     return f"step {step}: {len(ids)} samples left out, their states are not finite: {named}"
 
 
+def _gradients(
+    model: nn.Module, works: Sequence[Work], weight: Tensor, config: TrainingConfig, accelerator: Accelerator
+) -> Counts:  # fmt: skip
+    """Make the gradients of a step: of the loss summed over its batches on all processes, divided by `weight`. Returns its counts, over
+    all processes."""
+    counts = Counts.zeros(config.ttt_steps, accelerator.device)
+    for i, work in enumerate(works):
+        with _exchange(model, accelerator, now=i == len(works) - 1):
+            loss = model(work)
+            # Processes average their gradients, so the sum over all of them needs the factor.
+            accelerator.backward(loss.total / weight.clamp(min=1e-6) * accelerator.num_processes)
+        counts = counts + loss.counts.detach()
+    return Counts.from_flat(accelerator.reduce(counts.flat(), reduction="sum"), config.ttt_steps)
+
+
 def _exchange(model: nn.Module, accelerator: Accelerator, *, now: bool) -> AbstractContextManager[Any]:
     """Passes within exchange gradients between processes, and let the optimizer step, only at the end of a window."""
     accelerator.gradient_state._set_sync_gradients(now)
@@ -257,17 +273,23 @@ def _exchange(model: nn.Module, accelerator: Accelerator, *, now: bool) -> Abstr
 
 def _update(
     optimizer: Any, factor: float, head: nn.Module, average: AveragedModel | None, config: TrainingConfig, accelerator: Accelerator
-) -> bool:
-    """Clip, step, clear, average; False when the gradient was not finite and the update was left out."""
+) -> str:
+    """Clip, step, average; why the update was left out ("": it was not)."""
     trainable = [p for p in head.parameters() if p.requires_grad]
     finite = bool(torch.isfinite(accelerator.clip_grad_norm_(trainable, config.max_grad_norm)))
     if finite or accelerator.scaler is not None:  # in float16 the scaler leaves the update out itself, and lowers its scale
         set_rates(optimizer, factor, config)
         optimizer.step()
-    optimizer.zero_grad()
     if finite and average is not None:
         average.update_parameters(head)
-    return finite
+    return "" if finite else "gradient not finite"
+
+
+def _check_learning(result: TrainResult, missed: str, config: TrainingConfig, *, last: bool) -> None:
+    """ValueError when no step of the run, or none for long, has updated the weights."""
+    if result.idle >= MOST_IDLE or (last and result.idle == result.steps):
+        ways = {"no row counts": "capture the states anew", "gradient not finite": f"lower training.lr ({config.lr:g}) and start anew"}
+        raise ValueError(f"nothing learnt in the last {result.idle} steps, up to step {result.steps}: {missed}; {ways[missed]}")
 
 
 def _on_any(accelerator: Accelerator, *flags: bool) -> list[bool]:
@@ -313,17 +335,27 @@ def _measure(
     found: dict[str, Any] = {"measured_tau": None}
     if accelerator.is_main_process:
         chosen.eval()
-        if on_eval is not None:
-            found = json.loads(json.dumps(dict(on_eval(chosen))))  # plain values only: they are kept
-        tau = found["measured_tau"]
-        if tau is None or result.best is None or tau > result.best:
-            result.best = tau
-            save(chosen, "best")
-        if last:
-            save(chosen, "last")
-        head.train()
+        try:
+            found = found if on_eval is None else _checked(on_eval(chosen))
+            tau = found["measured_tau"]
+            if result.best is None or (tau is not None and tau > result.best):
+                result.best = tau
+                save(chosen, "best")
+            if last:
+                save(chosen, "last")
+        finally:
+            head.train()
     accelerator.wait_for_everyone()
     means = counts.means()
     point = {"step": step, "minutes": seconds / 60, "loss": means["loss"][0], "alpha": means["alpha"], "hit": means["hit"], **found}
     result.history.append(point)
     progress.measured(point)
+
+
+def _checked(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured, as it will be read back: plain values only. ValueError without a finite `measured_tau` (None: not measured)."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(told)))
+    tau = found.get("measured_tau", math.nan)
+    if tau is not None and not (isinstance(tau, int | float) and math.isfinite(tau)):
+        raise ValueError(f"on_eval gave measured_tau {told.get('measured_tau', 'not at all')}; needed: a finite number, or None")
+    return found

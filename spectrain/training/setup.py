@@ -45,7 +45,8 @@ def open_accelerator(config: TrainingConfig, out: Path) -> Accelerator:
 def check_config(config: HeadConfig, target: Target) -> None:
     """ValueError for a head that this target cannot have, or cannot be trained with, before any long work."""
     head_class(config.kind)
-    layer_ids(config, target)
+    _sizes(config, target)
+    final_norm(target)
     _check_logits(target)
     there = min(target.num_ids, target.vocab_size)
     if config.draft_vocab_size is not None and config.draft_vocab_size > there:
@@ -180,7 +181,7 @@ def _sizes(config: HeadConfig, target: Target) -> dict[str, Any]:
     c = target.config
     W, groups = c.hidden_size, getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     H, D = config.hidden_size or W, getattr(c, "head_dim", None) or W // c.num_attention_heads
-    heads, inner = c.num_attention_heads, c.intermediate_size
+    heads, inner = c.num_attention_heads, getattr(c, "intermediate_size", None) or 4 * W
     if H != W:
         heads, inner = groups * max(1, round(H / (D * groups))), 8 * max(1, round(inner * H / W / 8))
     return {

@@ -117,4 +117,3 @@ def state_sizes(target: Target, layer_ids: Sequence[int], ids: Sequence[int]) ->
     assert out.states_BNF is not None
     size_LJ = out.states_BNF[0].float().unflatten(-1, (len(layer_ids), -1)).square().mean(-1).sqrt()
     return [float(size) for size in size_LJ.median(0).values.clamp(min=1e-6)]
-

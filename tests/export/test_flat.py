@@ -264,7 +264,8 @@ OFFSETS = {
 def test_tables_of_the_draft_vocabulary(tmp_path: Path, table: str) -> None:
     changes, note = OFFSETS[table]
     tensors = {name: tensor for name, tensor in {**head_tensors(head_config()), **changes}.items() if tensor is not None}
-    flat = read_flat(write(tmp_path / "theirs", plain_config(rope_theta=1e4), tensors), target_layers=LAYERS, layer_ids=[2, 4, 5])
+    folder = write(tmp_path / "theirs", plain_config(**{"rope_theta": 1e4, KEY: [2, 4, 5]}), tensors)
+    flat = read_flat(folder, target_layers=LAYERS)
     for name in ("d2t", "t2d", "lm_head.weight"):
         assert torch.equal(flat.tensors[name], head_tensors(head_config())[name]), name
     assert flat.notes == () if note is None else note in flat.notes[0]
@@ -272,7 +273,8 @@ def test_tables_of_the_draft_vocabulary(tmp_path: Path, table: str) -> None:
 
 def test_padded_vocabulary_of_the_target_is_taken_from_the_target(tmp_path: Path) -> None:
     folder = write(tmp_path / "theirs", plain_config(rope_theta=1e4), head_tensors(head_config()))
-    flat = read_flat(folder, target_layers=LAYERS, vocab_size=48)
+    flat = read_flat(folder, target_layers=LAYERS, vocab_size=48, layer_ids=[2, 4, 5])
+    assert flat.notes == ("layer ids hs[2, 4, 5] as given, whatever the folder names",)
     assert flat.config["vocab_size"] == 48 and len(flat.tensors["t2d"]) == 48
     assert vocabulary_hash(flat.tensors["t2d"].nonzero()[:, 0]) == vocabulary_hash(IDS_D)
 

@@ -112,3 +112,20 @@ def test_accumulated_batches_learn_otherwise_than_one(target: Target, tmp_path: 
         torch.testing.assert_close([p["loss"] for p in result.history], [p["loss"] for p in found[0][0].history], atol=1e-6, rtol=1e-6)
         for name, tensor in found[0][1].items():
             torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4)
+
+
+def test_gradient_of_uneven_windows_is_another(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step's update by SGD, of windows of 1 to 7 batches, is that of one big batch, within 1e-6 of the largest entry."""
+    monkeypatch.setattr(
+        loop, "make_optimizer", lambda head, config: torch.optim.SGD([{"params": [*head.parameters()], "rate": "lr"}], lr=config.lr)
+    )
+    samples, found = BY_HAND["Samples"].of(target, rows_of(17, 2, 5, 1)), []
+    for tokens, accumulation in ((10**6, 1), (1, 4), (9, 3), (1, 7)):
+        head = BY_HAND["fresh"](target, samples)
+        before = BY_HAND["weights"](head)
+        config = BY_HAND["changed"](SGD, ttt_steps=3, tokens_per_step=tokens, accumulation=accumulation, lr=1.0)
+        assert BY_HAND["run"](head, samples, target, tmp_path / f"{tokens} {accumulation}", config).steps == 1
+        found.append({name: p.detach() - before[name] for name, p in head.named_parameters()})
+    for update in found[1:]:
+        for name, tensor in found[0].items():
+            torch.testing.assert_close(update[name], tensor, atol=1e-6 * max(1.0, float(tensor.abs().max())), rtol=0)

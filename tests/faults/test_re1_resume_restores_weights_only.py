@@ -1,7 +1,9 @@
-"""RE1: 20 steps in one go equal 10 steps, a stop and 10 more: weights, moments, averages, random numbers, learning rates, losses."""
+"""RE1: 20 steps in one go equal 10 steps, a stop and 10 more, or five stops: weights, moments, averages, random numbers, rates, losses."""
 
+import os
 import random
 import runpy
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,32 @@ def test_resumed_run_is_another(target: Target, tmp_path: Path, monkeypatch: pyt
     counters = [value for path, value in BY_HAND["values"](one["states"]["optimizer"]) if path.endswith("/step")]
     assert counters and all(c.dtype == torch.float32 and c == 20 for c in counters)
     assert set(one["states"]) == {"head", "optimizer"} | ({"ema"} if config.ema else set())
+
+
+def test_run_stopped_again_and_again_is_another(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM at five steps; domains drawn more than once, fewer rows than there are, packed, accumulated, all of it measured."""
+    rows = [replace(row, domain="ab"[i > 2]) for i, row in enumerate(BY_HAND["random_rows"](9))]
+    samples = BY_HAND["Samples"].of(target, rows)
+    mixed = {"domain_weights": {"a": 3, "b": 1}, "rows_per_epoch": 8, "eval_steps": 4, "checkpoint_steps": 1, "keep_last": 3, "epochs": 6}
+    config, stops = BY_HAND["changed"](CONFIG, **CASES["all at once"], **mixed), [2, 3, 7, 12, 15]
+
+    def one_run(out: str) -> Noisy:
+        head = start(target, samples)
+        measure = {"on_eval": lambda head: {"measured_tau": float(head.fc.weight.sum())}}
+        BY_HAND["run"](head, samples, target, tmp_path / out, config, **measure)
+        return head
+
+    whole = one_run("whole")
+    assert BY_HAND["checkpoint"](tmp_path / "whole")["step"] > stops[-1]
+    BY_HAND["watch_steps"](monkeypatch, lambda **told: told["step"] in stops[:1] and os.kill(os.getpid(), signal.SIGTERM))
+    while stops:
+        with pytest.raises(KeyboardInterrupt, match=f"stopped after step {stops[0]} of"):
+            one_run("parts")
+        assert len(list((tmp_path / "parts/checkpoints").glob("step-*.pt"))) == min(3, stops.pop(0))
+    parts = one_run("parts")
+    BY_HAND["assert_same"](BY_HAND["weights"](whole), BY_HAND["weights"](parts))
+    one, two = (BY_HAND["checkpoint"](tmp_path / name) for name in ("whole", "parts"))
+    BY_HAND["assert_same_state"](*({**c, "seconds": 0, "history": [p | {"minutes": 0} for p in c["history"]]} for c in (one, two)))
 
 
 def test_other_generators_change_nothing(target: Target, tmp_path: Path) -> None:

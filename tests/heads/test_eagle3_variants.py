@@ -154,6 +154,29 @@ def test_checkpointing_changes_or_kills_gradients(target: Target, make_head, nam
         torch.testing.assert_close(found[1][n], gradient, atol=1e-6 * float(gradient.abs().max()), rtol=1e-6)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["plain", "norm_output", "norm_before_residual", "two layers", "all at once"])
+def test_autocast_rounds_the_residual_stream(target: Target, make_head, name: str, checkpointing: bool) -> None:
+    """Products are bfloat16; the stream is float32 at every step, gradients are those of float32 but for the products' rounding."""
+    head = make_head(target, **VARIANTS[name]).train()
+    batch = packed(head)
+    row_R = rows_within(batch, STEPS)
+    streams: list[torch.dtype] = []
+    found = []
+    for on in (False, True):
+        head.zero_grad()
+        hook = head.norm.register_forward_hook(lambda _, inputs, out: streams.append(inputs[0].dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            outputs = list(head.outputs(batch, row_R, target.embedding_VW, STEPS, checkpointing=checkpointing and on))
+        hook.remove()
+        sum((step.hidden_RH.float() @ step.output_VdH.T).logsumexp(-1).sum() for step in outputs).backward()
+        found.append(({n: p.grad.clone() for n, p in head.named_parameters()}, torch.stack([s.hidden_RH.float() for s in outputs])))
+    assert set(streams) == {torch.float32} and len(streams) == 2 * STEPS
+    (wanted, hidden), (gradients, rounded) = found
+    assert 0 < (rounded - hidden).norm() < 0.02 * hidden.norm()
+    assert all(0 < (gradients[n] - g).norm() < 0.08 * g.norm() for n, g in wanted.items() if n != "lm_head.weight")
+
+
 def test_checkpointing_holds_as_much_as_without(target: Target, make_head) -> None:
     """Tensors saved for the backward pass, of the whole unrolling."""
     head = make_head(target, num_hidden_layers=2).train()

@@ -39,6 +39,19 @@ def test_scaling_is_dropped(parameters: dict) -> None:
     torch.testing.assert_close(rotate(q, *mine), theirs.transpose(1, 2), atol=1e-6, rtol=1e-6)
 
 
+def test_scaling_with_factors_for_each_frequency_is_a_traceback() -> None:
+    """PS1: longrope (Phi-3 of 128k); the factors of short prompts, with which its own module begins."""
+    parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [9.0] * 4, "factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }  # fmt: skip
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, head_dim=8, max_position_embeddings=512, rope_parameters=dict(parameters))
+    theirs = LlamaRotaryEmbedding(config)
+    frequencies, scaling = rotary_frequencies(parameters, head_dim=8, max_positions=512)
+    torch.testing.assert_close(frequencies, theirs.inv_freq)
+    assert scaling == pytest.approx(theirs.attention_scaling) and scaling > 1
+
+
 @pytest.mark.parametrize(
     "old", [{"rope_theta": 1e6}, {"rope_theta": 5e5, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}}]
 )

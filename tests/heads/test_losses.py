@@ -10,6 +10,7 @@ from torch.nn.functional import normalize, smooth_l1_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spectrain.config import LossConfig
+from spectrain.heads import losses
 from spectrain.heads.base import StepOutput
 from spectrain.heads.losses import RANKS, Counts, Labels, unrolled_loss
 from spectrain.kernels.divergence import Mix, divergence_reference
@@ -203,3 +204,23 @@ def test_matrix_of_all_tokens_and_the_vocabulary_is_made() -> None:
         found.total.backward()
     assert found.counts.rows_K.tolist() == [20] * 3 and hidden.grad is not None and hidden.grad[4090:4110].any()
     assert wide * 8 <= sizes.largest <= 64 * 3 * wide < P * wide / 40
+
+
+def test_law_is_made_once_a_step_or_gradients_are_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's labels cost a product a token, however many steps read them."""
+    made: list[int] = []
+    law_of = losses.law_of
+    monkeypatch.setattr(losses, "law_of", lambda log_p_NV, *rest, **more: (made.append(len(log_p_NV)), law_of(log_p_NV, *rest, **more))[1])
+    outputs, labels = inputs(lengths=(9, 9))
+    total = unrolled_loss(outputs, labels, LossConfig(), piece=4).total
+    assert sum(made) == 18 and len(made) == 5
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="given out already"):
+        total.backward()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "draft_vocab", "expected"), [(260, 6144, 260), (600, 6144, 300), (8192, 49152, 64), (1, 6144, 1), (0, 6144, 1)]
+)
+def test_last_piece_is_a_sliver_or_pieces_outgrow_memory(tokens: int, draft_vocab: int, expected: int) -> None:
+    assert losses.piece_size(tokens, draft_vocab=draft_vocab, steps=3, device=torch.device("cpu")) == expected

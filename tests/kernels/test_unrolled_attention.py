@@ -212,15 +212,19 @@ def test_scores_are_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_autocast_takes_the_sums_to_bfloat16() -> None:
+@pytest.mark.parametrize("backend", ["merge", "dense"])
+def test_autocast_takes_the_sums_to_bfloat16(backend: str) -> None:
+    """On a CPU they stay float32, in which torch's kernel is faster; the result has autocast's type, gradients those of the inputs."""
     position, doc = batch(PACKED, 80)
     layout = Unrolled.of(counted("turns", doc), position, doc)
     x = tensors(len(layout.row_R), 2, 80, 2)
-    x[0] = x[0].detach().bfloat16().requires_grad_()  # projections under autocast give bfloat16, rotated keys may be float32
-    wanted, _ = solve(x[:1] + [t.bfloat16() for t in x[1:]], layout, "merge")
+    x[0] = x[0].detach().bfloat16().requires_grad_()  # projections under autocast give bfloat16, rotated keys are float32
+    wanted, _ = solve([x[0].detach().float().requires_grad_(), *x[1:]], layout, backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, gradients = solve(x, layout, "merge")
-    assert torch.equal(found, wanted) and [g.dtype for g in gradients] == [t.dtype for t in x]
+        found, gradients = solve(x, layout, backend)
+        none = attend_unrolled(x[0][:0], *x[1:3], [], [], Unrolled.of(layout.row_R[:0], position, doc), scale=1.0)
+    assert torch.equal(found, wanted.bfloat16()) and [g.dtype for g in gradients] == [t.dtype for t in x]
+    assert none.dtype == torch.bfloat16 and none.requires_grad
 
 
 def test_size_chooses_the_backend() -> None:

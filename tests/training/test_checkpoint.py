@@ -195,6 +195,26 @@ def test_signal_handlers_stay_behind(target: Target, samples: Any, tmp_path: Pat
     assert checkpoint(tmp_path)["step"] == 3 and names(tmp_path) == ["latest", "step-2.pt", "step-3.pt"]
 
 
+def test_second_run_in_a_folder_spoils_the_first(target: Target, samples: Any, tmp_path: Path) -> None:
+    """It is refused while the first is at work, and touches nothing; afterwards, also of an error, the folder is free."""
+    refused = []
+
+    def measure(head: Any) -> dict[str, float]:
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        with pytest.raises(ValueError, match=r"another run is at work in .*; wait for it, stop it, or use another output folder"):
+            run(fresh(target, samples), samples, target, tmp_path, CONFIG)
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        refused.append(len(before))
+        if len(refused) == 2:
+            raise RuntimeError
+        return {"measured_tau": 1.0}
+
+    with pytest.raises(RuntimeError):
+        run(fresh(target, samples), samples, target, tmp_path, changed(CONFIG, eval_steps=3), on_eval=measure)
+    assert len(refused) == 2 and refused[0] > 2
+    assert run(fresh(target, samples), samples, target, tmp_path, CONFIG).steps == 6
+
+
 def test_second_signal_waits() -> None:
     with pytest.raises(KeyboardInterrupt), GracefulStop() as stop:
         os.kill(os.getpid(), signal.SIGTERM)

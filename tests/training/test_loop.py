@@ -244,6 +244,39 @@ def test_rejected_measurement_is_kept(target: Target, samples: Samples, tmp_path
         run(fresh(target, samples), samples, target, tmp_path / "b", config, on_eval=lambda head: {"measured_tau": torch.ones(2)})
 
 
+@pytest.mark.parametrize("told", [{"measured_tau": math.nan}, {"measured_tau": math.inf}, {"measured_tau": "2"}, {"tau": 2.0}])
+def test_measurement_without_a_number_is_the_best(target: Target, samples: Samples, tmp_path: Path, told: dict[str, Any]) -> None:
+    """Nothing is greater than NaN: it would stay the best for ever. No head is kept by it, and the head is back in training mode."""
+    head, saved = fresh(target, samples), []
+    with pytest.raises(ValueError, match=f"on_eval gave measured_tau {told.get('measured_tau', 'not at all')}; needed: a finite number"):
+        run(head, samples, target, tmp_path, on_eval=lambda head: told, save=lambda head, name: saved.append(name))
+    assert head.training and saved == []
+
+
+def test_head_that_was_not_measured_replaces_the_best(target: Target, samples: Samples, tmp_path: Path) -> None:
+    taus, saved = iter([None, 2.0, None, 1.5, 2.5, None]), []
+    result = run(
+        fresh(target, samples), samples, target, tmp_path, on_eval=lambda head: {"measured_tau": next(taus)},
+        save=lambda head, name: saved.append((name, len(saved))),
+    )  # fmt: skip
+    assert result.best == 2.5 and [name for name, _ in saved] == ["best", "best", "best", "last"]
+
+
+def test_error_of_a_measurement_spoils_the_run(target: Target, samples: Samples, tmp_path: Path) -> None:
+    """It reaches the caller; the run goes on from its last checkpoint to the same end."""
+    config, (head, whole) = replace_config(eval_steps=5, checkpoint_steps=2), (fresh(target, samples) for _ in range(2))
+
+    def fails(head: Eagle3) -> dict[str, float]:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(head, samples, target, tmp_path / "parts", config, on_eval=fails)
+    assert head.training and checkpoint(tmp_path / "parts")["step"] == 4
+    run(head, samples, target, tmp_path / "parts", config)
+    run(whole, samples, target, tmp_path / "whole", config)
+    assert_same(weights(head), weights(whole))
+
+
 def test_time_limit_ends_the_run_for_good(target: Target, samples: Samples, tmp_path: Path, monkeypatch, capsys) -> None:
     """A run whose time is up has saved all; called again it says so and returns; with more minutes it goes on to the same end."""
     config, saved = replace_config(epochs=2), []

@@ -19,9 +19,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def head() -> Eagle3:
+def head(**changes: Any) -> Eagle3:
     torch.manual_seed(0)
-    return Eagle3(Eagle3Config(**SIZES))
+    return Eagle3(Eagle3Config(**{**SIZES, **changes}))
 
 
 def named(head: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
@@ -30,20 +30,25 @@ def named(head: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[s
     return {name: of[id(p)] for name, p in head.named_parameters() if id(p) in of}
 
 
-def test_muon_takes_norms_or_borders() -> None:
-    one = head()
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_hidden_layers": 2, "fc_norm": True}, {"num_hidden_layers": 3, "hidden_size": 8, "norm_before_fc": True}]
+)
+def test_muon_takes_norms_or_borders(changes: dict[str, Any]) -> None:
+    """Every matrix of every layer, and nothing else."""
+    one = head(**changes)
     optimizer = make_optimizer(one, MUON)
     assert isinstance(optimizer, Together)
     groups = named(one, optimizer)
     assert groups.keys() == dict(one.named_parameters()).keys()
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(groups)
     for name, group in groups.items():
-        inner = name.startswith("midlayer.") and one.get_parameter(name).dim() == 2
+        inner = name.startswith(("midlayer.", "above.")) and one.get_parameter(name).dim() == 2
         assert group["rate"] == ("muon_lr" if inner else "lr") and ("momentum" in group) == inner, name
         assert group["weight_decay"] == (0.1 if one.get_parameter(name).dim() == 2 else 0.0), name
     assert {name for name, group in groups.items() if group["rate"] == "lr" and one.get_parameter(name).dim() == 2} == {
-        "fc.weight", "lm_head.weight"
+        "fc.weight", "lm_head.weight", *(["embed_proj.weight"] if "hidden_size" in changes else [])
     }  # fmt: skip
+    assert sum(group["rate"] == "muon_lr" for group in groups.values()) == 7 * changes.get("num_hidden_layers", 1)
 
 
 def test_frozen_weights_are_in_an_optimizer() -> None:
@@ -105,3 +110,15 @@ def test_average_follows_or_shares_the_weights() -> None:
     torch.testing.assert_close(average.module.norm.weight, expected)
     average.update_parameters(one)
     assert average.module.d2t[0] == 7
+
+
+def test_average_of_frozen_weights_moves() -> None:
+    """By no bit, whatever the factor."""
+    one = head()
+    one.lm_head.requires_grad_(False)
+    average, before = averaged(one, 0.7), one.lm_head.weight.clone()
+    for _ in range(9):
+        average.update_parameters(one)
+        with torch.no_grad():
+            one.fc.weight.add_(1.0)
+    assert torch.equal(average.module.lm_head.weight, before) and not torch.equal(average.module.fc.weight, one.fc.weight)

@@ -142,6 +142,20 @@ def test_law_of_a_target_with_a_cap_or_scale_is_learnt_without(config, refused: 
         check_config(HeadConfig(layer_ids=(1, 2), draft_vocab_size=9), target)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (tf.GPT2Config(vocab_size=96, n_embd=32, n_layer=3, n_head=4, eos_token_id=1), "names no base of the rotary positions"),
+        (tf.OlmoConfig(**LLAMA), "tiny has no final norm of width 32"),
+    ],
+    ids=["no rotary positions", "norms without weights"],
+)
+def test_target_that_lacks_what_a_head_copies_is_told_late(config, message: str, make_tokenizer) -> None:
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=tree_attention.register()).eval()
+    with pytest.raises(ValueError, match=message):
+        check_config(HeadConfig(layer_ids=(1, 2)), Target(model=model, tokenizer=make_tokenizer(96), name="tiny"))
+
+
 def test_counts_given_are_counted_again(target: Target) -> None:
     counts = supervised_counts(ROWS, 100)
     heads = [
