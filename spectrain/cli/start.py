@@ -26,7 +26,6 @@ def open_start(recipe: Recipe, target: Target, say: Any) -> tuple[Recipe, Any]:
     check_no_run(folder)
     if (folder / "made_with.json").is_file():
         head = load_head(folder)
-        check_head(head, target.fingerprints, target.name, target.tokenizer)
     else:
         head, notes = head_from_flat(
             folder, target_layers=target.num_layers, vocab_size=target.vocab_size, embed_VW=target.embedding_VW,
@@ -34,6 +33,7 @@ def open_start(recipe: Recipe, target: Target, say: Any) -> tuple[Recipe, Any]:
         )  # fmt: skip
         for note in notes:
             say(f"{folder}: {note}")
+    check_head(head, target.fingerprints, target.name, target.tokenizer)
     ids = tuple(head.layer_ids)
     if recipe.head.layer_ids not in (None, ids):
         way_out = "leave head.layer_ids out of the recipe (--set head.layer_ids=null)"

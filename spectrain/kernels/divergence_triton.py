@@ -49,7 +49,7 @@ def _logs(z_row, log_p_row, lse, at, V):
 
 
 @triton.jit
-def divergence_kernel(
+def _divergence_kernel(
     z_ptr, log_p_ptr, best_ptr, more_ptr, loss_ptr, alpha_ptr, rank_ptr, lse_ptr, z_stride, log_p_stride, V,
     soft_ce, kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, lk_scale, lk_decay,
     MORE: tl.constexpr, LOGS: tl.constexpr, OVERLAP: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
@@ -106,7 +106,7 @@ def divergence_rows(
     assert z_NV.dtype == log_p_NV.dtype == torch.float32 and z_NV.stride(1) == log_p_NV.stride(1) == 1
     loss_N, alpha_N, lse_N = (torch.empty(N, device=z_NV.device) for _ in range(3))
     rank_N = torch.empty(N, dtype=torch.int64, device=z_NV.device)
-    divergence_kernel[(N,)](
+    _divergence_kernel[(N,)](
         z_NV, log_p_NV, best_N, loss_N if more_N is None else more_N, loss_N, alpha_N, rank_N, lse_N, z_NV.stride(0), log_p_NV.stride(0), V,
         mix.soft_ce, mix.kl, mix.reverse_kl, mix.jsd, mix.tv, mix.lk_alpha, mix.lk_lambda, mix.lk_scale, mix.lk_decay,
         MORE=more_N is not None, LOGS=mix.logs, OVERLAP=mix.overlap, GRADIENT=gradient, BLOCK=min(BLOCK, triton.next_power_of_2(V)),

@@ -45,7 +45,11 @@ def open_accelerator(config: TrainingConfig, out: Path) -> Accelerator:
 def check_config(config: HeadConfig, target: Target) -> None:
     """ValueError for a head that this target cannot have, or cannot be trained with, before any long work."""
     head_class(config.kind)
-    _sizes(config, target)
+    sizes = _sizes(config, target)
+    H, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    if H != sizes["target_hidden_size"] and H % heads:  # transformers' Llama config, which engines read, refuses it
+        near = max(1, H // heads) * heads
+        raise ValueError(f"head.hidden_size {H} is no multiple of its {heads} query heads; choose one: --set head.hidden_size={near}")
     final_norm(target)
     _check_logits(target)
     there = min(target.num_ids, target.vocab_size)

@@ -89,7 +89,7 @@ def accepted_tree(rank_KR: Tensor, counts_KR: Tensor, paths: Sequence[tuple[int,
     for path, n in number.items():
         if path:
             child_NM[number[path[:-1]], path[-1]] = n
-    node_R, accepted_R = torch.zeros_like(rank_KR[0]), torch.zeros_like(rank_KR[0])
+    node_R, accepted_R = rank_KR.new_zeros(rank_KR.shape[1:]), rank_KR.new_zeros(rank_KR.shape[1:])  # a tree of no node has no steps
     for rank_R, counts_R in zip(rank_KR, counts_KR, strict=True):
         next_R = child_NM[node_R.clamp(min=0), rank_R.clamp(max=width)]
         node_R = torch.where((node_R >= 0) & counts_R, next_R, -1)

@@ -42,7 +42,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from spectrain.kernels.divergence_triton import divergence_kernel as kernel
+from spectrain.kernels.divergence_triton import _divergence_kernel as kernel
 
 flags = {"MORE": True, "LOGS": True, "OVERLAP": True, "GRADIENT": True, "BLOCK": 4096}
 kinds = {"z_ptr": "*fp32", "log_p_ptr": "*fp32", "best_ptr": "*i64", "more_ptr": "*fp32", "loss_ptr": "*fp32", "alpha_ptr": "*fp32"}

@@ -112,6 +112,8 @@ def test_too_large_vocabulary_is_told_late(target: Target) -> None:
         ValueError, match="head.draft_vocab_size 101 is above the 100 tokens of tiny; lower it: --set head.draft_vocab_size=100"
     ):
         check_config(HeadConfig(layer_ids=(1, 2), draft_vocab_size=101), target)
+    with pytest.raises(ValueError, match=r"head.hidden_size 50 is no multiple of its 6 query heads.*head.hidden_size=48"):
+        check_config(HeadConfig(layer_ids=(1, 2), draft_vocab_size=9, hidden_size=50), target)
 
 
 LLAMA = {

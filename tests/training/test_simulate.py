@@ -39,6 +39,7 @@ def test_tree_takes_paths_that_it_has_not() -> None:
     counts_KR[1:] = False
     assert accepted_tree(rank_KR, counts_KR, paths).tolist() == [1, 1, 1, 1, 1, 0, 1, 0, 1]
     assert accepted_tree(rank_KR, counts_KR, ()).tolist() == [0] * 9
+    assert accepted_tree(rank_KR[:0], counts_KR[:0], ()).tolist() == [0] * 9  # the best tree of a head that never hits
     chain = Tree.static(CHAIN).paths
     rank_KR = torch.randint(0, 2, (3, 50), generator=torch.Generator().manual_seed(0))
     counts_KR = torch.arange(3)[:, None] < torch.randint(1, 4, (50,), generator=torch.Generator().manual_seed(1))
