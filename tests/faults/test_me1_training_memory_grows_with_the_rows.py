@@ -46,6 +46,7 @@ def resident(target: Target, head: Any, samples: FeatureStore, out: Path, send: 
     send.send((seen[STEPS // 2], seen[-1]))
 
 
+@pytest.mark.slow  # half a minute
 def test_trainer_keeps_what_it_has_read(make_target: Any, tmp_path: Path) -> None:
     target, config = make_target(num_hidden_layers=4), CaptureConfig(states="bf16", rows_per_shard=50)
     used: dict[int, tuple[int, int]] = {}

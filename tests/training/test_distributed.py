@@ -49,6 +49,7 @@ def test_processes_train_otherwise_than_one(tmp_path: Path, world: int) -> None:
         torch.testing.assert_close(first[name], tensor, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow  # half a minute
 def test_signal_to_one_process_leaves_the_other_waiting(tmp_path: Path) -> None:
     stopped = launch(tmp_path / "two", 2, "1", "2")  # two batches a step: sample 2 of a process is its step 2
     assert [record["stopped"] for record in stopped] == ["stopped after step 2 of 12"] * 2
