@@ -89,7 +89,7 @@ def test_override_goes_elsewhere(recipe: Path) -> None:
         ("training.epochs=1.5", "training.epochs"),
         ("training.mixed_precision=yes", "training.mixed_precision"),
         ("training.lr=[1", "--set training.lr"),
-        ("head.layer_ids=[-1]", "head.layer_ids"),
+        ("head.layer_ids=[-2]", "head.layer_ids"),
         ("training.betas=[2,0.9]", "training.betas.0"),
         ("training.loss=kl", r"training.loss: needs keys below it \(decay, .*mix.*\), found 'kl'"),
         ("training.loss.mix=soft_cee", r"training.loss.mix.soft_cee: Input should be 'soft_ce', .*\(found 'soft_cee'\)"),

@@ -91,7 +91,7 @@ def check_exact(report: Mapping[str, Any]) -> None:
 
 
 def _arms(head: Any, config: EvaluationConfig) -> list[Arm]:
-    s = config.shapes
+    s = config.shapes.within(None if head is None else head.max_depth)
     arms = [Arm(PLAIN), Arm("n-gram", NGram(), Chain(s.ngram), "n-gram")]
     if head is not None:
         drafter, label = HeadDrafter(head), type(head).__name__

@@ -50,12 +50,13 @@ class Probe:
     def __call__(self, head: Any) -> dict[str, Any]:
         """Measured: `measured_tau` (macro over domains), tokens and rounds, `tau_by_domain`, `acceptance` by depth. Simulated on the same
         prompts: `sim_tau_chain`, tokens and rounds, and `sim_tau_tree` of the tree `sim_tree`."""
-        measured, ranks = self.measured(head, Chain(self._shapes.chain)), self.ranks(head)
+        line = Chain(self._shapes.within(head.max_depth).chain)
+        measured, ranks = self.measured(head, line), self.ranks(head)
         tree = self.best_tree(ranks)
-        chain, in_tree = self.simulated(ranks, Chain(self._shapes.chain)), self.simulated(ranks, tree)
+        chain, in_tree = self.simulated(ranks, line), self.simulated(ranks, tree)
         return {
             "measured_tau": measured.tau, "measured_tokens": measured.tokens, "measured_rounds": measured.rounds,
-            "tau_by_domain": measured.taus, "acceptance": acceptance(measured.steps, self._shapes.chain)[0],
+            "tau_by_domain": measured.taus, "acceptance": acceptance(measured.steps, line.depth)[0],
             "sim_tau_chain": chain.tau, "sim_tokens": chain.tokens, "sim_rounds": chain.rounds,
             "sim_tau_tree": in_tree.tau, "sim_tree_rounds": in_tree.rounds, "sim_tree": str(tree),
         }  # fmt: skip
@@ -66,7 +67,7 @@ class Probe:
 
     def ranks(self, head: Any) -> Ranks:
         """The head's ranks along the answers, as deep as chain and tree need them."""
-        s, ids = self._shapes, tuple(head.layer_ids)
+        s, ids = self._shapes.within(head.max_depth), tuple(head.layer_ids)
         if ids not in self._batches:
             self._batches[ids] = _batches(OnlineFeatures(self._target, self.rows, ids, last_state="none"))
         steps = max(s.chain, s.tree_depth)

@@ -87,7 +87,7 @@ class DraftSession(Protocol):
 
 
 class Drafter(Protocol):
-    """What `generate` asks of a drafter."""
+    """What `generate` asks of a drafter. It may also have `max_depth`, the most drafts on a path that it can make (None: any)."""
 
     @property
     def layer_ids(self) -> tuple[int, ...]:

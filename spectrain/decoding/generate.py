@@ -159,6 +159,9 @@ def _check_parts(target: Target, drafter: Any, shape: Any, policy: Any, processi
         raise ValueError(f"drafter must be None, a head, or a drafter such as st.NGram(), found {drafter!r}")
     if not isinstance(shape, Shape):
         raise ValueError(f"shape must be st.Chain(...) or st.Tree....(...), found {shape!r}")
+    most = getattr(drafter, "max_depth", None)
+    if most is not None and shape.depth > most:
+        raise ValueError(f"{shape} drafts {shape.depth} tokens in a row, this head at most {most}; use a shape of depth {most}")
     if policy is not None and not isinstance(policy, Adaptive):
         raise ValueError(f"policy must be None or st.Adaptive(...), found {policy!r}")
     if policy is not None and policy.kind == "confidence" and drafter is not None and not drafter.has_q:

@@ -6,13 +6,14 @@ when the next settled tokens arrive.
 Legend: B rows, N nodes, V vocabulary of the head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Round
+from spectrain.decoding.shapes import trimmed
 from spectrain.decoding.tree import DraftTree
 from spectrain.drafters.grow import grow
 from spectrain.heads.base import DraftState, check_head
@@ -28,19 +29,24 @@ class HeadDrafter:
     has_q: bool = True
 
     @property
+    def max_depth(self) -> int | None:
+        return self.head.max_depth  # type: ignore[no-any-return]
+
+    @property
     def layer_ids(self) -> tuple[int, ...]:
         return self.head.layer_ids
 
     def start(self, target: Target, rows: int, max_length: int) -> "_HeadSession":
         """A session; ValueError for a head of another target or on another device."""
         check_head(self.head, target.fingerprints, target.name, target.tokenizer)
-        (layers, kv_heads, head_dim), device = self.head.cache_layers, self.head.fc.weight.device
+        (layers, kv_heads, head_dim), weight = self.head.cache_layers, next(self.head.parameters())
+        device = weight.device
         if device.type != target.device.type:
             raise ValueError(f"the head is on {device}, {target.name} on {target.device}; load the head with device={str(target.device)!r}")
         # max_length counts every candidate of a draft, so settled tokens and the drafts staged behind them fit.
         cache = SlabCache(
             layers=layers, rows=rows, kv_heads=kv_heads, head_dim=head_dim, max_length=max_length,
-            dtype=self.head.fc.weight.dtype, device=target.device,
+            dtype=weight.dtype, device=target.device,
         )  # fmt: skip
         return _HeadSession(self.head, target.embedding_VW, cache)
 
@@ -66,7 +72,9 @@ class _HeadSession:
         self._cache.discard()
 
     def propose(self, round: Round) -> DraftTree | None:
-        state = self._state
+        state, shape = self._state, trimmed(round.shape, depth=self._head.max_depth)  # a hybrid asks for what another part can draft
+        if shape is None:
+            return None
 
         def extend(tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
             nonlocal state
@@ -74,4 +82,4 @@ class _HeadSession:
             logits_BNV, state = self._head.extend(state, tokens_BN, parents_BN, self._embed_VW, self._cache)
             return logits_BNV  # type: ignore[no-any-return]
 
-        return grow(round, round.root(self._logits_BV.device), self._logits_BV, extend, self._head.target_ids)
+        return grow(replace(round, shape=shape), round.root(self._logits_BV.device), self._logits_BV, extend, self._head.target_ids)

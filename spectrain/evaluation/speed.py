@@ -31,9 +31,10 @@ def measure_costs(
     B = max(1, *batches) if batches else 1
     mode = choose(target, compile, rows=B, nodes=sizes, passes=10**6 if compile == "auto" and "compiled" in target.copies else 100)
     one = _Bench(target, passes_of(target, mode, rows=1, nodes=sizes, strict=compile is True), 1, context, sizes, drafter.layer_ids)
+    drafts = min(DRAFTS, getattr(drafter, "max_depth", None) or DRAFTS)
     session = drafter.start(target, 1, context + 2 * sizes + DRAFTS)
     session.observe(one.states_BNF, one.ids_BL[:, 1 : context + 1], torch.tensor([context], device=target.device))
-    ask = Round(committed=[one.ids_BL[0, : context + 1].tolist()], shape=Chain(DRAFTS), vocab_size=target.vocab_size)
+    ask = Round(committed=[one.ids_BL[0, : context + 1].tolist()], shape=Chain(drafts), vocab_size=target.vocab_size)
 
     def draft() -> None:
         session.propose(ask)
@@ -53,7 +54,7 @@ def measure_costs(
     median = {key: statistics.median(found[1:]) for key, found in times.items()}  # the first round warms up
     seconds = median[1]
     # A model's first token comes from the pass over settled tokens, so that a chain of 5 takes 4 steps.
-    steps = DRAFTS - 1 if drafter.has_q else DRAFTS
+    steps = max(1, drafts - 1) if drafter.has_q else drafts
     by_batch = {rows: _between(known, [median[rows, n] / seconds for n in known]) for rows in batches}
     return Costs(
         seconds=seconds, v=tuple(median[n] / seconds for n in range(1, sizes + 1)), c=median["draft"] / steps / seconds,

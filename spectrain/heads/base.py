@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.config import validate
 from spectrain.heads.targets import vocabulary_key
 from spectrain.heads.tokens import first_difference
 
 HEADS = {"eagle3": "spectrain.heads.eagle3:Eagle3"}
+LAST = -1  # in place of a layer number: the last state, which the output layer reads, after the final norm
 FORMAT = 1
 TOKENS = "tokens.json.gz"
 
@@ -52,6 +54,18 @@ class DraftState:
 
     hidden_BMH: Tensor
     ancestors_BMM: Tensor
+
+    def line(self, parents_BN: Tensor) -> Tensor:
+        """Boolean [B, N, M + N] of N nodes to be added below nodes of the draft: what each sees, itself and its ancestors."""
+        B, N = parents_BN.shape
+        above_BNM = self.ancestors_BMM.gather(1, parents_BN[..., None].expand(B, N, self.ancestors_BMM.shape[2]))
+        return torch.cat([above_BNM, torch.eye(N, dtype=torch.bool, device=parents_BN.device).expand(B, N, N)], dim=2)
+
+    def grown(self, hidden_BNH: Tensor, line_BNM: Tensor) -> "DraftState":
+        """With N more nodes: their features, and `line` of them."""
+        later_BMN = self.ancestors_BMM.new_zeros(*self.ancestors_BMM.shape[:2], hidden_BNH.shape[1])
+        ancestors_BMM = torch.cat([torch.cat([self.ancestors_BMM, later_BMN], dim=2), line_BNM], dim=1)
+        return DraftState(hidden_BMH=torch.cat([self.hidden_BMH, hidden_BNH], dim=1), ancestors_BMM=ancestors_BMM)
 
 
 class TrainingBatch(Protocol):
@@ -84,14 +98,20 @@ class StepOutput:
 class DraftHead(Protocol):
     """A trainable drafter on the target's hidden states. It never sees the target: embeddings come as arguments.
 
-    gives_feature: whether its outputs hold a guess of the target's last state. cache_layers: layers, key heads and head size of the
-    cache that it drafts with. layers: its decoder layers, whose calls `training.compile` compiles.
+    settings: fields of `HeadConfig` that are of its family, beside those of every head. gives_feature: whether its outputs hold a guess
+    of the target's last state. layer_ids: states of the target that it reads, hs numbers that rise, or `LAST`. max_depth: most drafts on
+    a path; None: any. cache_layers: layers, key heads and head size of the cache that it drafts with (no layers: it needs none).
+    layers: the modules whose calls `training.compile` compiles.
     """
 
+    settings: frozenset[str]
     config: Any
     gives_feature: bool
     layer_ids: tuple[int, ...]
     target_ids: Tensor
+
+    @property
+    def max_depth(self) -> int | None: ...
 
     @property
     def layers(self) -> Sequence[torch.nn.Module]: ...
@@ -116,6 +136,62 @@ class DraftHead(Protocol):
         self, state: DraftState, tokens_BN: Tensor, parents_BN: Tensor, embed_VW: Tensor, cache: KeyValueCache
     ) -> tuple[Tensor, DraftState]:
         """Add drafted nodes below nodes of `state`; returns their logits [B, N, Vd] and the grown state."""
+
+
+class HeadModule(nn.Module):
+    """What all heads have alike: a config, the states they read, both tables of the draft vocabulary, an output layer `lm_head`."""
+
+    gives_feature = False
+    settings: frozenset[str] = frozenset()
+    max_depth: int | None = None
+    lm_head: Any
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+
+    @staticmethod
+    def default_layer_ids(num_layers: int) -> tuple[int, ...]:
+        """The states that a head of this family reads where the recipe names none."""
+        return (LAST,)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        return self.config.layer_ids  # type: ignore[no-any-return]
+
+    @property
+    def layers(self) -> list[Any]:
+        """The modules whose calls `training.compile` compiles."""
+        return []
+
+    @property
+    def target_ids(self) -> Tensor:
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @torch.no_grad()
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Fill both tables; target_ids: the draft vocabulary [Vd], rising."""
+        self.d2t.copy_(target_ids.cpu() - torch.arange(len(target_ids)))
+        self.t2d.zero_()[target_ids.cpu()] = True
+
+    def train_output(self, wanted: bool) -> None:
+        """Train the output layer, or leave it as it is."""
+        self.lm_head.requires_grad_(wanted)
+
+    def outputs(
+        self, batch: TrainingBatch, row_R: Tensor, embed_VW: Tensor, steps: int, *, checkpointing: bool = False
+    ) -> Iterator[StepOutput]:
+        """See `DraftHead`."""
+        raise NotImplementedError
+
+    def rows(self, batch: TrainingBatch, row_R: Tensor, embed_VW: Tensor, steps: int) -> Iterator[tuple[int, Tensor]]:
+        """(ahead, logits [R, Vd]) of the given flat rows at each test-time step."""
+        for step in self.outputs(batch, row_R, embed_VW, steps):
+            yield step.ahead, F.linear(step.hidden_RH, step.output_VdH)
 
 
 def head_class(kind: str) -> Any:

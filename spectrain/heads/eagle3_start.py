@@ -51,13 +51,12 @@ def start(
         else:
             parameter.fill_(1.0)
     c = head.config
-    head.d2t.copy_(target_ids.cpu() - torch.arange(len(target_ids)))
-    head.t2d.zero_()[target_ids.cpu()] = True
+    head.set_vocabulary(target_ids)
     norm_W = norm_W.float().cpu()
     sizes = _sizes(head, norm_W, sizes_J)
     rows_VdW = output_VW[target_ids.to(output_VW.device)].float().cpu()
     basis_WH = _fill_output(head, rows_VdW, norm_W, sizes.stream or 1.0)
-    head.lm_head.weight.requires_grad_(train_output)
+    head.train_output(train_output)
     for above in head.above:
         _faint(above, ADDS)
     if layer is None:

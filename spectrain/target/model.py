@@ -1,7 +1,7 @@
 """The frozen target: loading (Hub name, folder, GGUF file), and one forward that returns logits and chosen hidden states.
 
 `hs[i]` is the residual stream after i layers, before any final norm; `hs[0]` are the embeddings. The *last state* is what the
-output layer reads, that is, after the final norm.
+output layer reads, that is, after the final norm; among layer numbers it is `LAST`.
 
 Legend: B rows, N positions of one pass, M staged nodes, L prompt columns, S cache slots, V vocabulary, W hidden width,
 F = len(layer_ids) * W.
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.data.identity import fingerprints
+from spectrain.heads.base import LAST
 from spectrain.kernels import tree_attention
 from spectrain.target.cache import SlabCache, causal_mask
 
@@ -223,18 +224,19 @@ def _hash(weights: Iterable[Tensor], *, rows: int = 512) -> str:
 
 @contextmanager
 def taps(target: Target, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect hs[i] for the given i during one forward pass; hooks are gone afterwards."""
+    """Collect hs[i] for the given i (`LAST`: the last state) during one forward pass; hooks are gone afterwards."""
     states: dict[int, Tensor] = {}
-    if any(not 0 <= i <= target.num_layers for i in layer_ids):
+    if any(not 0 <= i <= target.num_layers for i in layer_ids if i != LAST):
         raise ValueError(f"hidden states {list(layer_ids)} asked for, {target.name} has hs[0] to hs[{target.num_layers}]")
 
     def after(i: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            states[i] = output[0] if isinstance(output, tuple) else output
+            states[i] = output if isinstance(output, Tensor) else output[0]
 
         return hook
 
-    modules = {i: target.model.get_input_embeddings() if i == 0 else target.layers[i - 1] for i in layer_ids}
+    places = {0: target.model.get_input_embeddings, LAST: target.model.get_decoder}
+    modules = {i: places[i]() if i in places else target.layers[i - 1] for i in layer_ids}
     handles = [module.register_forward_hook(after(i)) for i, module in modules.items()]
     try:
         yield states

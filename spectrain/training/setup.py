@@ -13,8 +13,7 @@ from torch import Tensor
 
 from spectrain.config import HeadConfig, TrainingConfig
 from spectrain.data.rows import Ids, Row
-from spectrain.heads.base import check_vocabulary, head_class
-from spectrain.heads.eagle3 import default_layer_ids
+from spectrain.heads.base import LAST, check_vocabulary, head_class
 from spectrain.heads.layers import rotary_settings
 from spectrain.heads.targets import DraftVocabulary, coverage, draft_vocabulary
 from spectrain.heads.tokens import pack_tokens
@@ -26,6 +25,7 @@ from spectrain.training.tracking import check_tracker
 TOKENS_AT_ONCE = 2**20  # counted together, since a count costs a pass over the vocabulary
 PROBE_TOKENS = 128  # of a row, to see how large the target's states are
 LARGE_LOGIT = 50.0  # where caps such as Gemma 2's 30 show
+OF_ALL_HEADS = {"kind", "layer_ids", "draft_vocab_size", "start", "output"}  # settings
 LONGEST_WAIT = timedelta(days=2)  # of the other processes, while the first one answers and captures
 
 
@@ -44,7 +44,7 @@ def open_accelerator(config: TrainingConfig, out: Path) -> Accelerator:
 
 def check_config(config: HeadConfig, target: Target) -> None:
     """ValueError for a head that this target cannot have, or cannot be trained with, before any long work."""
-    head_class(config.kind)
+    _check_settings(config)
     sizes = _sizes(config, target)
     H, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if H != sizes["target_hidden_size"] and H % heads:  # transformers' Llama config, which engines read, refuses it
@@ -59,10 +59,23 @@ def check_config(config: HeadConfig, target: Target) -> None:
 
 
 def check_training(head: HeadConfig, training: TrainingConfig) -> None:
-    """ValueError for a loss that a head of this kind has no output for."""
+    """ValueError for a loss that a head of this kind has no output for, or for more steps than it can draft."""
+    most = head.num_heads if "num_heads" in head_class(head.kind).settings else None
+    if most is not None and training.ttt_steps != most:
+        found = f"training.ttt_steps {training.ttt_steps}, and a {head.kind} head of head.num_heads {most}"
+        raise ValueError(f"{found}: each of them is trained at the step that it drafts; set --set training.ttt_steps={most}")
     if "smooth_l1" in training.loss.mix and not head_class(head.kind).gives_feature:
         found = f"training.loss.mix holds smooth_l1, which compares states, and a head of kind {head.kind} guesses none"
         raise ValueError(f"{found}; leave it out: --set training.loss.mix=soft_ce")
+
+
+def _check_settings(config: HeadConfig) -> None:
+    """ValueError for an unknown kind, or for settings that a head of this kind has not."""
+    known = OF_ALL_HEADS | head_class(config.kind).settings
+    default = HeadConfig(kind=config.kind)
+    if odd := sorted(n for n in HeadConfig.model_fields if n not in known and getattr(config, n) != getattr(default, n)):
+        found = f"a head of kind {config.kind} has no {', '.join(f'head.{name}' for name in odd)}"
+        raise ValueError(f"{found}; leave it out of the recipe (it has {', '.join(sorted(known))})")
 
 
 @torch.no_grad()
@@ -126,10 +139,18 @@ def _share(inside: int, of: int) -> str:
 
 
 def layer_ids(config: HeadConfig, target: Target) -> tuple[int, ...]:
-    """The hidden states that the head reads: those named, else the published default. ValueError unless they rise within the target."""
-    ids = config.layer_ids or default_layer_ids(target.num_layers)
-    if list(ids) != sorted(set(ids)) or not 1 <= ids[0] <= ids[-1] <= target.num_layers - 1:
-        raise ValueError(f"head.layer_ids {list(ids)} must rise within 1 to {target.num_layers - 1} (hs numbers of {target.name})")
+    """The states that the head reads: those named, else its family's default. ValueError unless a family that reads hidden states has
+    two or more that rise within the target, and one that reads the last state that alone."""
+    own = head_class(config.kind).default_layer_ids
+    if config.kind != "eagle3":
+        if config.layer_ids not in (None, (LAST,)):
+            found = f"head.layer_ids {list(config.layer_ids)}, but a head of kind {config.kind} reads the last state"
+            raise ValueError(f"{found}; leave it out: --set head.layer_ids=null")
+        return own(target.num_layers)  # type: ignore[no-any-return]
+    ids = config.layer_ids or own(target.num_layers)
+    if len(ids) < 2 or list(ids) != sorted(set(ids)) or not 1 <= ids[0] <= ids[-1] <= target.num_layers - 1:
+        needed = f"needed are two to five that rise within 1 to {target.num_layers - 1} (hs numbers of {target.name})"
+        raise ValueError(f"head.layer_ids {list(ids)}: {needed}")
     return tuple(ids)
 
 
@@ -152,9 +173,10 @@ def new_head(
     counts_V = supervised_counts(rows, target.vocab_size) if counts_V is None else counts_V
     vocabulary = cut_vocabulary(config, target, counts_V)
     cls = head_class(config.kind)
-    head = cls(cls.Config(**_sizes(config, target), draft_vocab_size=len(vocabulary.target_ids)))
+    sizes = {**_sizes(config, target), "draft_vocab_size": len(vocabulary.target_ids)}
+    head = cls(cls.Config(**{name: value for name, value in sizes.items() if name in cls.Config.model_fields}))
     layer, sizes_J = None, None
-    if config.init_layer == "last":
+    if config.init_layer == "last" and "init_layer" in cls.settings:
         layer = last_layer(target)[0] if head.config.hidden_size == head.config.target_hidden_size else {}
         if config.fc_norm or config.norm_before_fc or config.norm_output or config.norm_before_residual:
             some = next(iter(rows), None)
@@ -170,7 +192,7 @@ def new_head(
 
 def start_notes(config: HeadConfig, target: Target) -> list[str]:
     """What of a new head starts at random although the target's last layer was asked for, and why; a line a part."""
-    if config.start is not None or config.init_layer != "last":
+    if config.start is not None or config.init_layer != "last" or "init_layer" not in head_class(config.kind).settings:
         return []
     if config.hidden_size not in (None, target.config.hidden_size):
         width = f"head.hidden_size {config.hidden_size} is not the width {target.config.hidden_size} of {target.name}"
@@ -180,8 +202,8 @@ def start_notes(config: HeadConfig, target: Target) -> list[str]:
 
 
 def _sizes(config: HeadConfig, target: Target) -> dict[str, Any]:
-    """Fields of the head's config but its vocabulary. Another width than the target's keeps the size of a head and the number of key
-    heads, and has query heads and inner width in proportion."""
+    """Fields of a head's config but its vocabulary, of any family. Another width than the target's keeps the size of an attention head
+    and the number of key heads, and has query heads and inner width in proportion."""
     c = target.config
     W, groups = c.hidden_size, getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     H, D = config.hidden_size or W, getattr(c, "head_dim", None) or W // c.num_attention_heads
@@ -194,7 +216,8 @@ def _sizes(config: HeadConfig, target: Target) -> dict[str, Any]:
         "rope_parameters": rotary_settings(c), "max_position_embeddings": c.max_position_embeddings,
         "sliding_window": config.sliding_window, "vocab_size": target.vocab_size, "layer_ids": layer_ids(config, target),
         "target_layers": target.num_layers, "fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc,
-        "norm_output": config.norm_output, "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.norm_output, "norm_before_residual": config.norm_before_residual, "num_heads": config.num_heads,
+        "num_layers": config.num_layers, "shared_output": config.shared_output, "prefix": config.prefix, "bias": config.bias,
     }  # fmt: skip
 
 
@@ -217,7 +240,7 @@ def _continued(config: HeadConfig, target: Target, start: Any) -> Any:
         raise ValueError(f"{found}, the tokenizer of {target.name} ends at {target.num_ids - 1}; train a new one: --set head.start=null")
     head = head_class(config.kind)(c)
     head.load_state_dict(start.state_dict())
-    head.lm_head.weight.requires_grad_(config.output == "trained")
+    head.train_output(config.output == "trained")
     head.tokens = pack_tokens(target.tokenizer.get_vocab())
     return head
 

@@ -45,7 +45,7 @@ def test_logits_of_chosen_positions_are_shifted(target: Target) -> None:
     torch.testing.assert_close(whole(target, (), logits_to_keep=1).logits_BKV, every.logits_BKV[:, -1:])
 
 
-@pytest.mark.parametrize("layer_ids", [(4,), (-1,), (1, 9)])
+@pytest.mark.parametrize("layer_ids", [(4,), (-2,), (1, 9)])
 def test_states_that_do_not_exist_are_given(target: Target, layer_ids: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"tiny has hs\[0\] to hs\[3\]"):
         whole(target, layer_ids)
