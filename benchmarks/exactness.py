@@ -1,7 +1,7 @@
 """Is every greedy answer plain decoding's? Each drafter x shape x batch in float32, every difference audited; and keyed seeds.
 
     python benchmarks/exactness.py [--quick] [--only REGEX] [--out FILE.json]                     small models, 10,000 tokens a cell
-    python benchmarks/exactness.py --target FOLDER [--head FOLDER] [--out FILE.json]             the same on a real model, fewer tokens
+    python benchmarks/exactness.py --target FOLDER [--head FOLDER]... [--out FILE.json]          the same on a real model, fewer tokens
 
 A difference is a tie when rounding explains it (spectrain/decoding/audit.py), otherwise a fault. A cell on small models that commits
 fewer than 1.5 tokens a round does not count: its commit path was hardly run. Cells that --out already holds, made by the same
@@ -15,7 +15,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from spectrain.decoding.audit import TIE, Difference, greedy_audit
 from spectrain.decoding.generate import Result, RowResult, generate
 from spectrain.decoding.policies import Adaptive
 from spectrain.decoding.shapes import Chain, Shape, Tree
+from spectrain.heads.base import HEADS, load_head
 from spectrain.target.model import load_target
 from spectrain.yields import Costs
 
@@ -44,11 +45,12 @@ SHAPES: dict[str, Shape] = {
 }  # fmt: skip
 POLICIES = {kind: Adaptive(kind, costs=CHEAP if kind == "marginal" else None) for kind in ("heuristic", "confidence", "ema", "marginal")}
 RULES = {"rejection": "chain 4", "block": "chain 4", "multidraft": "bushy", "traversal": "bushy", "point_mass": "dynamic"}
+KINDS = tuple(HEADS)
 CHAINS_ONLY = ("ngram", "oracle chain", "ngram|eagle3")
 FORKS_ONLY = ("oracle tree",)
-DRAFTERS = ("ngram", "suffix", "oracle chain", "oracle tree", "small model", "eagle3", "suffix|eagle3", "ngram|eagle3")
-REPEATING = ("ngram", "suffix", "eagle3", "suffix|eagle3", "ngram|eagle3")
 CONTEXT = ("oracle chain", "oracle tree", "small model")
+REPEATING = ("ngram", "suffix", *KINDS, "suffix|eagle3", "ngram|eagle3")
+DRAFTERS = (*CONTEXT, *REPEATING)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def grid(goal: int) -> list[Cell]:
         cells += [Cell("llama", "small model", "bushy", b, goal, policy=kind) for kind in POLICIES if kind != "confidence"]
     seeds = goal // 3
     cells += [Cell("llama", "small model", shape, 8, seeds, rule=rule, counts=False) for rule, shape in RULES.items()]
-    cells += [Cell("calm llama", "eagle3", shape, 8, seeds, rule=rule, counts=False) for rule, shape in RULES.items()]
+    cells += [Cell("calm llama", kind, shape, 8, seeds, rule=rule, counts=False) for kind in KINDS for rule, shape in RULES.items()]
+    cells += [Cell("table", f"suffix|{kind}", shape, 8, goal) for kind in KINDS for shape in ("chain 4", "bushy") if kind != "eagle3"]
     return sorted(cells, key=lambda cell: -cell.batch)  # the cheap ones first: a run that is stopped has seen the most
 
 
@@ -136,14 +139,20 @@ def quick_grid(goal: int) -> list[Cell]:
     ]  # fmt: skip
     cells = [Cell(model, "plain", "", 3, goal, counts=False) for model in ("llama", "gemma2", "table")]
     cells += [Cell(model, drafter, shape, batch, goal, policy=policy) for model, drafter, shape, batch, policy in chosen]
+    others = [kind for kind in KINDS if kind != "eagle3"]
+    cells += [Cell("table", kind, shape, batch, goal) for kind in others for shape, batch in (("bushy", 8), ("dynamic", 3))]
     return cells + [Cell("llama", "small model", RULES[rule], 3, goal, rule=rule, counts=False) for rule in ("block", "traversal")]
 
 
-def real_grid(model: str, *, with_head: bool) -> list[Cell]:
-    """The cells on a real model: 500 tokens at batch 8 and 100 at batch 1, and the passes of the faster copies."""
-    drafters = [d for d in DRAFTERS if with_head or "eagle3" not in d]
+def real_grid(model: str, depths: Mapping[str, int | None]) -> list[Cell]:
+    """The cells on a real model: 500 tokens at batch 8 and 100 at batch 1, and the passes of the faster copies. depths: of the kinds of
+    head that there are, the most drafts on a path (None: any)."""
     cells = [Cell(model, "plain", "", 1, 100, counts=False)]
-    cells += [Cell(model, d, s, b, goal, counts=False) for b, goal in ((8, 500), (1, 100)) for d in drafters for s in shapes_of(d)]
+    for batch, goal in ((8, 500), (1, 100)):
+        for drafter in DRAFTERS:
+            kind = next((part for part in drafter.split("|") if part in KINDS), None)
+            most = 0 if kind and kind not in depths else depths.get(kind or "") or len(CHANCES)
+            cells += [Cell(model, drafter, s, batch, goal, counts=False) for s in shapes_of(drafter) if SHAPES[s].depth <= most]
     for mode in (True, "auto"):
         cells += [Cell(model, d, s, 8, 500, compile=mode, counts=False) for d, s in (("suffix", "chain 4"), ("oracle tree", "bushy"))]
     return cells
@@ -287,10 +296,15 @@ def table(lines: dict[str, dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def kind_of(head: Any) -> str:
+    """The name of a head's family in `HEADS`."""
+    return next(kind for kind, where in HEADS.items() if where.endswith(":" + type(head).__name__))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="a real model instead of the small ones: folder, .gguf file or Hub name")
-    parser.add_argument("--head", type=Path, help="a head directory for it")
+    parser.add_argument("--head", type=Path, action="append", default=[], help="a head directory for it; once for each kind")
     parser.add_argument("--quick", action="store_true", help="a small grid with few tokens")
     parser.add_argument("--tokens", type=int, help="tokens a cell on small models (10000; quick: 400)")
     parser.add_argument("--only", default="", help="only cells whose name this regular expression finds")
@@ -302,8 +316,11 @@ def main() -> int:
         cells, worlds = (quick_grid if args.quick else grid)(tokens), small_worlds(quick=args.quick)
     else:
         name = Path(args.target).name
-        worlds = {name: RealWorld(load_target(args.target, device="cpu"), args.head, ROOT / "eval/prompts")}
-        cells = real_grid(name, with_head=args.head is not None)
+        heads = {kind_of(head): head for head in map(load_head, args.head)}
+        if len(heads) < len(args.head):
+            parser.error("two heads are of one kind; run the grid once for each of them")
+        worlds = {name: RealWorld(load_target(args.target, device="cpu"), heads, ROOT / "eval/prompts")}
+        cells = real_grid(name, {kind: head.max_depth for kind, head in heads.items()})
     settings = {
         "code": code_hash(), "torch": torch.__version__, "transformers": transformers.__version__, "quick": args.quick, "tokens": tokens,
         "cpu": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads(),

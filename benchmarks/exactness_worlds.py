@@ -3,7 +3,7 @@
 import copy
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,6 @@ from spectrain.drafters.lookup import NGram
 from spectrain.drafters.scripted import Scripted
 from spectrain.drafters.small_model import SmallModel
 from spectrain.drafters.suffix import Suffix
-from spectrain.heads.base import load_head
 from spectrain.target.model import Target
 
 SIZE = 24  # questions of a set: a multiple of the batches 1, 3 and 8
@@ -62,8 +61,8 @@ class World(ABC):
         """What ends the answers of a set, None for nothing."""
 
     @abstractmethod
-    def head(self) -> Any:
-        """A head for the target."""
+    def head(self, kind: str) -> Any:
+        """A head of this kind for the target."""
 
     def questions(self, number: int) -> list[Question]:
         """The questions of a set with plain decoding's answers, made once without end ids and cut at them here."""
@@ -114,9 +113,8 @@ class World(ABC):
         makers: dict[str, Callable[[], Drafter]] = {
             "ngram": NGram, "suffix": Suffix, "small model": lambda: SmallModel(noisy_copy(self.target, self._noise)),
             "oracle chain": lambda: Scripted(Oracle(self).chain), "oracle tree": lambda: Scripted(Oracle(self).tree),
-            "eagle3": lambda: HeadDrafter(self.head()),
         }  # fmt: skip
-        return makers[name]()
+        return makers[name]() if name in makers else HeadDrafter(self.head(name))
 
     def known(self, ids: Sequence[int], more: int) -> list[int]:
         """The next `more` tokens of plain decoding, fewer at the end of what is known, none after a difference."""
@@ -202,17 +200,17 @@ class SmallWorld(World):
                     found.append({"kind": "fault", "gap": None, "what": "not the table's", "prompt": list(q.prompt)})
         return rows, found
 
-    def head(self) -> Any:
+    def head(self, kind: str) -> Any:
         texts = [(q.prompt, q.longer[len(q.prompt) :]) for q in self._first()]
-        return brief_head(self.target, texts, epochs=4 if self._quick else 8)
+        return brief_head(self.target, kind, texts, epochs=4 if self._quick else 8)
 
 
 class RealWorld(World):
-    """A real model with the short prompts of a folder of JSONL files, as chats, and its own end ids."""
+    """A real model with the short prompts of a folder of JSONL files, as chats, and its own end ids. heads: by kind."""
 
-    def __init__(self, target: Target, head: Path | None, folder: Path) -> None:
+    def __init__(self, target: Target, heads: Mapping[str, Any], folder: Path) -> None:
         super().__init__(target, new_tokens=64, noise=0.04)
-        self._head, self._folder = head, folder
+        self._heads, self._folder = heads, folder
 
     @cached_property
     def _all(self) -> list[tuple[int, ...]]:
@@ -227,7 +225,5 @@ class RealWorld(World):
     def eos(self, number: int, longer: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         return tuple(sorted(end_ids("auto", self.target)))
 
-    def head(self) -> Any:
-        if self._head is None:
-            raise ValueError("cells with a head need --head FOLDER")
-        return load_head(self._head, device=str(self.target.device))
+    def head(self, kind: str) -> Any:
+        return self._heads[kind]

@@ -20,17 +20,18 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedTokenizerFast
 
-from spectrain.config import TrainingConfig
+from spectrain.config import HeadConfig, TrainingConfig
 from spectrain.data.batches import Batch, Sample, collate
 from spectrain.data.rows import Row
-from spectrain.heads.eagle3 import Eagle3
-from spectrain.heads.targets import draft_vocabulary
+from spectrain.heads.base import LAST, head_class
 from spectrain.kernels import tree_attention
 from spectrain.target.features import OnlineFeatures
 from spectrain.target.model import Target
 from spectrain.training.loop import train
+from spectrain.training.setup import new_head
 
 VOCAB = 96
+DEPTH = 4  # drafts on a path of a head that can make a fixed number of them
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.25, "tie_word_embeddings": False,
@@ -139,23 +140,19 @@ class Samples:
         return collate([self._samples[i] for i in numbers])
 
 
-def brief_head(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, epochs: int, seed: int = 0) -> Any:
-    """An EAGLE-3 head that has seen these (prompt, answer) pairs `epochs` times; it leaves out a sixth of the vocabulary."""
+def brief_head(target: Target, kind: str, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, epochs: int, seed: int = 0) -> Any:
+    """A head of this kind that has seen these (prompt, answer) pairs `epochs` times; it leaves out a sixth of the vocabulary."""
     rows = [
         Row(id=str(i), domain="", ids_L=(*prompt, *answer), mask_L=(0,) * len(prompt) + (1,) * len(answer))
         for i, (prompt, answer) in enumerate(texts)
     ]
-    samples = Samples(OnlineFeatures(target, rows, layer_ids := (1, 2)))
-    H, counts_V = target.config.hidden_size, torch.bincount(torch.tensor([i for _, answer in texts for i in answer]), minlength=VOCAB)
-    config = Eagle3.Config(
-        hidden_size=H, target_hidden_size=H, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512,
-        vocab_size=VOCAB, draft_vocab_size=VOCAB * 5 // 6, layer_ids=layer_ids, target_layers=target.num_layers,
-    )  # fmt: skip
-    head = Eagle3(config)
-    ids_K = draft_vocabulary(counts_V, config.draft_vocab_size).target_ids
-    head.start_from(layer=None, norm=torch.ones(H), output_VW=target.output_VW, target_ids=ids_K, train_output=True, seed=seed)
-    settings = TrainingConfig(epochs=epochs, tokens_per_step=256, lr=1e-2, warmup=0.05)
+    reads_last = head_class(kind).default_layer_ids(VOCAB) == (LAST,)
+    config = HeadConfig(
+        kind=kind, draft_vocab_size=VOCAB * 5 // 6, init_layer="random", layer_ids=None if reads_last else (1, 2), num_heads=DEPTH
+    )
+    head = new_head(config, target, rows, seed=seed)
+    samples = Samples(OnlineFeatures(target, rows, head.layer_ids))
+    settings = TrainingConfig(epochs=epochs, ttt_steps=head.max_depth or 3, tokens_per_step=256, lr=1e-2, warmup=0.05)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # what training says is no result here
         train(
             head, samples, settings, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=Path(folder),

@@ -147,6 +147,36 @@ def capture(
 
 @app.command()
 @guarded
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="A file of recipes/.")],
+    gpus: Annotated[int, typer.Option(help="Devices in all.")] = 1,
+    device: Annotated[str, typer.Option(help="h100, h200, a100, l40s or cpu2; figures below replace its own.")] = "h100",
+    gpu_memory: Annotated[float | None, typer.Option(help="GiB of a device.")] = None,
+    gpu_flops: Annotated[float | None, typer.Option(help="16-bit products, 10^12 a second.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Of a device's memory, 10^9 bytes a second.")] = None,
+    link: Annotated[float | None, typer.Option(help="Between devices, 10^9 bytes a second.")] = None,
+    rows: Annotated[Path | None, typer.Option(help="Prepared rows, whose index says how much there is.")] = None,
+    tokens: Annotated[float | None, typer.Option(min=1, help="Tokens of an epoch, where there are no rows yet (1e9 is a number).")] = None,
+    row_length: Annotated[int | None, typer.Option(min=3, help="Tokens a row, with --tokens (default 1024).")] = None,
+    supervised_share: Annotated[float | None, typer.Option(help="Of the tokens, with --tokens (default 0.5).")] = None,
+    target: Annotated[str | None, typer.Option(help="Folder with a config.json, or Hub name, in place of the recipe's target.")] = None,
+    placement: Annotated[str, typer.Option(help="Of the target: rank (as it runs today), or fsdp2, tp, zero3 on paper.")] = "rank",
+    decode_batch: Annotated[int | None, typer.Option(min=1, help="Rows that a copy of the target answers together.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
+    set_: Set = None,
+) -> None:
+    """Memory of a device, disk, hours and the served head's cost of a recipe, the arithmetic shown; only the target's config is read."""
+    from spectrain.cli.plan import plan as run
+
+    run(
+        recipe, device=device, gpus=gpus, memory=gpu_memory, flops=gpu_flops, bandwidth=bandwidth, link=link, rows=rows, tokens=tokens,
+        length=row_length, share=supervised_share, target=target, placement=placement, decode_batch=decode_batch, overrides=set_ or [],
+        as_json=json_,
+    )  # fmt: skip
+
+
+@app.command()
+@guarded
 def train(
     recipe: Annotated[Path, typer.Argument(help="A file of recipes/.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default runs/<name of the recipe>).")] = None,
@@ -168,6 +198,7 @@ def generate(
     drafter: Annotated[str, typer.Option(help="head, ngram, suffix, none, or a smaller model (folder or Hub name).")] = "",
     chain: Annotated[int, typer.Option(min=1, help="Depth of the drafted chain.")] = 4,
     tree: Annotated[bool, typer.Option("--tree", help="Draft a dynamic tree instead of a chain.")] = False,
+    tree_file: Annotated[Path | None, typer.Option(help="Draft the tree of a file of `spectrain evaluate --write-tree` instead.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     rule: Annotated[str, typer.Option(help="Verification rule; auto is the best lossless one.")] = "auto",
@@ -182,8 +213,8 @@ def generate(
     from spectrain.cli.show import show_answer
 
     show_answer(
-        prompt, target=target, head=head, drafter=drafter, chain=chain, tree=tree, temperature=temperature, top_p=top_p,
-        rule=rule, policy=policy, max_new_tokens=max_new_tokens, seed=seed, raw=raw, dtype=dtype, as_json=json_,
+        prompt, target=target, head=head, drafter=drafter, chain=chain, tree=tree_file or tree, temperature=temperature,
+        top_p=top_p, rule=rule, policy=policy, max_new_tokens=max_new_tokens, seed=seed, raw=raw, dtype=dtype, as_json=json_,
     )  # fmt: skip
 
 
@@ -191,9 +222,14 @@ def generate(
 @guarded
 def evaluate(
     target: Annotated[str, typer.Option(help="Hub name, folder or .gguf file.")],
-    out: Annotated[Path, typer.Option(help="Folder for records and report.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for records and report.")] = None,
     head: Annotated[Path | None, typer.Option(help="Head directory; without one only free drafters are measured.")] = None,
     suite: Annotated[Path, typer.Option(help="A file of eval/suites.")] = Path("eval/suites/quick.yaml"),
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Measure draws at this temperature instead of greedy answers.")] = None,
+    tree: Annotated[Path | None, typer.Option("--tree", "--tree-file", help="Measure the tree of a file of --write-tree, too.")] = None,
+    write_tree: Annotated[
+        Path | None, typer.Option(help="Instead: count the head's acceptance by depth and rank, and write the tree that it makes (.json).")
+    ] = None,
     dtype: str = "float32",
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, such as shapes.chain=3.")
@@ -201,8 +237,16 @@ def evaluate(
 ) -> None:
     """Measure tau, acceptance and speed by domain, and write report.html, report.md and report.json."""
     from spectrain.cli.train import evaluate as run
+    from spectrain.cli.train import make_tree
 
-    run(target, head, suite, out, dtype=dtype, overrides=set_ or [])
+    own = ([f"tree={json.dumps(str(tree.resolve()))}"] if tree else []) + ([] if temperature is None else [f"temperature={temperature}"])
+    overrides = [*own, *(set_ or [])]
+    if write_tree is not None:
+        make_tree(target, head, suite, write_tree, dtype=dtype, overrides=overrides)
+    elif out is None:
+        raise typer.BadParameter("--out FOLDER is needed for records and report (or --write-tree FILE to make a tree only)")
+    else:
+        run(target, head, suite, out, dtype=dtype, overrides=overrides)
 
 
 @app.command()
@@ -218,7 +262,7 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder with a report.jso
 @guarded
 def export(
     head: Annotated[Path, typer.Argument(help="Head directory.")],
-    to: Annotated[str, typer.Option(help="eagle3 or vllm (one folder), or sglang (refused where SGLang computes another head).")],
+    to: Annotated[str, typer.Option(help="eagle3 or vllm (one folder), or sglang; merged: the target with its adapter.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     target: Annotated[str | None, typer.Option(help="The head's target; needed for heads of another width than it.")] = None,
 ) -> None:

@@ -10,12 +10,14 @@ from typing import Any, Literal
 
 import torch
 
-from spectrain.config import EvaluationConfig, Suite, dump_yaml, load_config
+from spectrain.cli.joint import tell_change
+from spectrain.cli.trees import COST_CONTEXT, GivenTree, given_tree, suite_hash, tree_notes, weights_of
+from spectrain.config import EvaluationConfig, Suite, load_config
 from spectrain.data.formats import Prompt
 from spectrain.decoding.shapes import Chain, Tree
 from spectrain.drafters.from_head import HeadDrafter
 from spectrain.drafters.lookup import NGram
-from spectrain.evaluation.measure import Arm, Records, compare, measure_speed, measure_tau, speed_subset, suite_prompts
+from spectrain.evaluation.measure import Arm, Draws, Records, compare, measure_speed, measure_tau, speed_subset, suite_prompts
 from spectrain.evaluation.metrics import bootstrap, ratio_of_ratios, speed_cell, tau_table
 from spectrain.evaluation.speed import advise_depth, measure_costs
 from spectrain.target.model import Target
@@ -23,7 +25,6 @@ from spectrain.target.passes import for_all
 from spectrain.yields import Costs
 
 PLAIN = "plain"
-COST_CONTEXT = 256
 
 
 class Inexact(ValueError):
@@ -33,22 +34,23 @@ class Inexact(ValueError):
 def evaluate(
     target: Target, head: Any, config: EvaluationConfig, out: Path, root: Path, *, extra: Mapping[str, Any], say: Any
 ) -> dict[str, Any]:
-    """Measure plain decoding, n-gram lookup and the head as chains and as a tree; returns the report (see evaluation/render.py).
+    """Measure plain decoding, n-gram lookup and the head as chains and as trees; returns the report (see evaluation/render.py).
 
-    head: None leaves the head's arms out. Raises `Inexact` when an answer differs from plain decoding by more than a tie.
+    head: None leaves the head's arms out. At temperature 0 every answer is compared with plain decoding (`check_exact`).
     """
     suite = load_config(Suite, root / config.suite)
+    tree = given_tree(config, root, head)
     prompts = suite_prompts(suite, target, root)
     everything = [p for rows in prompts.values() for p in rows]
-    key = _key(target, head, config, suite, everything)
-    records = Records(out / "records.jsonl", key)
-    arms, costs, notes = _arms(head, config), None, []
+    key = _key(target, head, config, suite, everything, tree)
+    records, draws = Records(out / "records.jsonl", key), Draws(config.temperature, config.seed)
+    arms, costs, notes = _arms(head, config, tree), None, []
     nodes = 1 + max(arm.shape.budget for arm in arms if arm.shape)
     total = (len(arms) + 1) * len(prompts) * config.speed_prompts * config.speed_max_new_tokens
     compile = for_all(target, config.compile, nodes=nodes, passes=total)
 
     def tau_of(arm: Arm) -> None:
-        measure_tau(target, arm, everything, records, max_new_tokens=suite.max_new_tokens, batch_size=config.batch_size)
+        measure_tau(target, arm, everything, records, max_new_tokens=suite.max_new_tokens, batch_size=config.batch_size, draws=draws)
 
     for arm in arms:
         tau_of(arm)
@@ -60,27 +62,37 @@ def evaluate(
         tau_of(arms[-1])
     chosen = speed_subset(prompts, target, number=config.speed_prompts, max_tokens=config.speed_prompt_tokens)
     timed = [p for rows in chosen.values() for p in rows]
-    measure_speed(target, arms, timed, records, max_new_tokens=config.speed_max_new_tokens, baseline=True, compile=compile)
-    say("comparing every answer with plain decoding")
-    exactness = _exactness(target, arms, records, everything, timed)
+    measure_speed(target, arms, timed, records, max_new_tokens=config.speed_max_new_tokens, baseline=True, compile=compile, draws=draws)
+    exactness = {}
+    if config.temperature == 0:
+        say("comparing every answer with plain decoding")
+        exactness = _exactness(target, arms, records, everything, timed)
+    if tree is not None:
+        notes += tree_notes(tree, target, head, everything, temperature=config.temperature)
     report = {
         "title": extra.get("title", f"Speculative decoding of {target.name}"),
         "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "target": target.name,
-        "suite": {"name": f"{suite.name} v{suite.version}", "sha256": hashlib.sha256(dump_yaml(suite).encode()).hexdigest()},
-        "settings": {
-            "max_new_tokens": suite.max_new_tokens, "temperature": 0.0, "dtype": str(target.model.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(), "machine": machine(target), "compile": compile,
-            "speed_max_new_tokens": config.speed_max_new_tokens,
-        },
-        "versions": extra["versions"], "arms": [arm.describe() for arm in arms], "domains": list(prompts),
+        "suite": {"name": f"{suite.name} v{suite.version}", "sha256": suite_hash(suite)},
+        "settings": _settings(target, suite, config, compile),
+        "versions": extra["versions"], "arms": [arm.describe(config.temperature) for arm in arms], "domains": list(prompts),
         "tau": {arm.name: _tau(arm, records, prompts) for arm in arms}, "speed": _speed(arms, records, chosen, timed),
         "exactness": exactness, "baseline": _baseline(records, timed),
-        "notes": [*notes, *_remarks(chosen, config)], **{key: extra[key] for key in ("coverage", "training") if key in extra},
+        "notes": [*notes, *_remarks(chosen, config)], "tree": tree and {"file": tree.path, "paths": tree.shape.paths},
+        **{key: extra[key] for key in ("coverage", "training") if key in extra},
     }  # fmt: skip
     if costs is not None:
         report["costs"] = {"seconds": costs.seconds, "v": list(costs.v), "c": costs.c}
     report["advice"] = advice(report)
+    tell_change(report, head)
     return report
+
+
+def _settings(target: Target, suite: Suite, config: EvaluationConfig, compile: bool | Literal["auto"]) -> dict[str, Any]:
+    return {
+        "max_new_tokens": suite.max_new_tokens, "temperature": config.temperature,
+        "dtype": str(target.model.dtype).removeprefix("torch."), "threads": torch.get_num_threads(), "machine": machine(target),
+        "compile": compile, "speed_max_new_tokens": config.speed_max_new_tokens,
+    }  # fmt: skip
 
 
 def check_exact(report: Mapping[str, Any]) -> None:
@@ -90,13 +102,15 @@ def check_exact(report: Mapping[str, Any]) -> None:
         raise Inexact(f"answers differ from plain decoding by more than rounding: {json.dumps(failed)}; this is a fault, please report it")
 
 
-def _arms(head: Any, config: EvaluationConfig) -> list[Arm]:
+def _arms(head: Any, config: EvaluationConfig, given: GivenTree | None) -> list[Arm]:
     s = config.shapes.within(None if head is None else head.max_depth)
     arms = [Arm(PLAIN), Arm("n-gram", NGram(), Chain(s.ngram), "n-gram")]
     if head is not None:
         drafter, label = HeadDrafter(head), type(head).__name__
         tree = Tree.dynamic(top_k=s.tree_top_k, depth=s.tree_depth, budget=s.tree_budget)
         arms += [Arm("head chain", drafter, Chain(s.chain), label), Arm("head tree", drafter, tree, label)]
+        if given is not None:
+            arms.append(Arm("head static tree", drafter, given.shape, label))
     return arms
 
 
@@ -125,15 +139,14 @@ def _costs(target: Target, head: Any, config: EvaluationConfig, path: Path, key:
     return costs
 
 
-def _key(target: Target, head: Any, config: EvaluationConfig, suite: Suite, prompts: Sequence[Prompt]) -> str:
-    """Hash of all that the figures depend on."""
-    weights = hashlib.sha256()
-    if head is not None:
-        for name, tensor in sorted(head.state_dict().items()):
-            weights.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+def _key(
+    target: Target, head: Any, config: EvaluationConfig, suite: Suite, prompts: Sequence[Prompt], tree: GivenTree | None = None
+) -> str:
+    """Hash of all that the figures depend on; of a tree's file its paths count, not its name."""
     texts = [(p.id, p.domain, p.turns) for p in prompts]
-    settings = [config.model_dump(mode="json"), suite.model_dump(mode="json")]
-    parts = [*settings, texts, target.fingerprints, str(target.model.dtype), weights.hexdigest()]
+    settings = [config.model_dump(mode="json", exclude={"tree", "tree_nodes"}), suite.model_dump(mode="json")]
+    weights, paths = "" if head is None else weights_of(head), tree.shape.paths if tree else ()
+    parts = [*settings, texts, target.fingerprints, str(target.model.dtype), weights, paths]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -182,7 +195,13 @@ def _baseline(records: Records, timed: Sequence[Prompt]) -> dict[str, Any]:
 
 def _remarks(chosen: Mapping[str, Sequence[Prompt]], config: EvaluationConfig) -> list[str]:
     few = min(map(len, chosen.values()))
+    drawn = [
+        f"At temperature {config.temperature:g} every answer is a draw, and one drafter's draws are not another's: answers are not "
+        "compared with plain decoding, and lengths differ by chance. What holds instead is a law: every rule used here keeps the target's "
+        "own, which the project's tests show by exact enumeration for each rule and by the generator's frequencies on small models.",
+    ]
     return [
+        *(drawn if config.temperature else []),
         f"Speed is decoding speed at batch 1 on {few} or more prompts a domain, {config.speed_max_new_tokens} new tokens, without the "
         "prompt's pass; tau is measured in batches on more prompts. With so few timed prompts an interval is little more than their range.",
         "A head's tau depends on how long it was trained and on what; this one is a demonstration.",

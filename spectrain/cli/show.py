@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from spectrain.cli.joint import open_for
 from spectrain.cli.stages import open_head
 from spectrain.cli.wiring import generate
 from spectrain.decoding.accept import LOSSY
@@ -19,14 +20,15 @@ from spectrain.target.model import Target, load_target
 
 
 def show_answer(
-    prompt: str, *, target: str, head: Path | None, drafter: str, chain: int, tree: bool, temperature: float, top_p: float,
+    prompt: str, *, target: str, head: Path | None, drafter: str, chain: int, tree: bool | Path, temperature: float, top_p: float,
     rule: str, policy: str, max_new_tokens: int, seed: int, raw: bool, dtype: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Generate one answer; see `spectrain generate --help`. Raises ValueError for a drafter that does not exist."""
-    loaded = load_target(target, dtype=dtype)
+    """Generate one answer; see `spectrain generate --help`. tree: a dynamic one, or the file of one. Raises ValueError for a drafter
+    that does not exist."""
+    shape: Shape = Tree.load(tree) if isinstance(tree, Path) else Tree.dynamic(top_k=4, depth=5, budget=15) if tree else Chain(chain)
     name = drafter or ("head" if head else "none")
+    loaded = open_for(target, head if name == "head" else None, dtype, lambda line: None if as_json else print(line))
     chosen = _drafter(name, head, loaded)
-    shape: Shape = Tree.dynamic(top_k=4, depth=5, budget=15) if tree else Chain(chain)
     asked: Any = prompt if raw else [{"role": "user", "content": prompt}]
     console = Console(quiet=as_json, highlight=False)
     printer = _Printer(loaded, console)

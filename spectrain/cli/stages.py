@@ -14,6 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from spectrain.cli.capture import announce, check_rows_of, prepared_with
+from spectrain.cli.joint import JointProbe, change_of, changed_line
 from spectrain.cli.probe import Probe
 from spectrain.cli.regenerate import TargetAnswerer
 from spectrain.cli.start import check_no_run, weights_hash
@@ -30,10 +31,12 @@ from spectrain.data.row_store import RowStore
 from spectrain.data.rows import Row
 from spectrain.heads.base import check_head, load_head, save_head
 from spectrain.heads.targets import DraftVocabulary
+from spectrain.target.adapter import check_lora
 from spectrain.target.capture import capture
 from spectrain.target.check import check_store
 from spectrain.target.features import FeatureStore, OnlineFeatures
 from spectrain.target.model import Target, load_target, unpack_gguf
+from spectrain.training.joint import Backbone
 from spectrain.training.loop import TrainResult, train
 from spectrain.training.setup import (
     check_config,
@@ -82,6 +85,8 @@ def open_target(recipe: Recipe, out: Path, device: str | None = None) -> Target:
     target = load_target(name, dtype=recipe.target.dtype, revision=recipe.target.revision, device=device)
     check_config(recipe.head, target)
     check_training(recipe.head, recipe.training)
+    if recipe.training.lora:
+        check_lora(recipe.training.lora, target)
     return target
 
 
@@ -251,13 +256,24 @@ def run_training(
     for note in start_notes(recipe.head, target):
         say(note)
     record = made_with(target, {"rows_sha256": data.rows.rows_sha256, "layer_ids": list(head.layer_ids), "recipe": recipe.name})
-    asked = probe_rows(data.validation)
-    probe = Probe(target, asked, recipe.evaluation.shapes, as_drafter) if asked else None
+    asked, shapes = probe_rows(data.validation), recipe.evaluation.shapes
+    backbone, joint = None, None
+    if lora := recipe.training.lora:
+        backbone = Backbone(target, lora, seed=recipe.training.seed, checkpointing=recipe.training.checkpointing)
+        joint = JointProbe(backbone, asked, shapes, as_drafter, held_out=data.validation, trained=data.rows)
+    plain = Probe(target, asked, shapes, as_drafter) if asked and joint is None else None
+
+    def save(trained: Any, name: str) -> None:
+        made = record if joint is None else {**record, "target_change": joint.change()}
+        save_head(trained, out / NAMES[name], run_yaml=dump_yaml(recipe), made_with=made, adapter=backbone and backbone.save)
+
     result = train(
         head, samples, recipe.training, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=out / "training",
-        accelerator=accelerator, identity=identity_of(recipe, target, data, samples, start), on_eval=probe,
-        save=lambda trained, name: save_head(trained, out / NAMES[name], run_yaml=dump_yaml(recipe), made_with=record),
+        accelerator=accelerator, identity=identity_of(recipe, target, data, samples, start), on_eval=joint or plain, save=save,
+        backbone=backbone,
     )  # fmt: skip
+    if joint is not None and accelerator.is_main_process and (change := change_of(out / NAMES["best"])):
+        say(changed_line(change))
     return result, coverage_by_domain(data.rows, vocabulary)
 
 

@@ -9,15 +9,18 @@ from spectrain.config import HeadConfig, Recipe
 from spectrain.export.flat import head_from_flat
 from spectrain.heads.base import check_head, load_head
 from spectrain.target.model import Target
+from spectrain.training.setup import check_training
 
 SAME = (  # called alike in the settings and in a head's config
     "layer_ids", "hidden_size", "sliding_window", "draft_vocab_size", "fc_norm", "norm_before_fc", "norm_output", "norm_before_residual",
+    "num_heads", "shared_output", "prefix", "bias",
 )  # fmt: skip
 
 
 def open_start(recipe: Recipe, target: Target, say: Any) -> tuple[Recipe, Any]:
     """The recipe with the sizes of the head that it goes on from (`head.start`), and that head; the recipe as it is and None for a new
-    head. ValueError for a folder that holds no head, a head of another target, or other layers than the recipe names."""
+    head. ValueError for a folder that holds no head, a head of another target, other layers than the recipe names, or training settings
+    that do not fit that head."""
     if recipe.head.start is None:
         return recipe, None
     folder = Path(recipe.head.start)
@@ -38,12 +41,15 @@ def open_start(recipe: Recipe, target: Target, say: Any) -> tuple[Recipe, Any]:
     if recipe.head.layer_ids not in (None, ids):
         way_out = "leave head.layer_ids out of the recipe (--set head.layer_ids=null)"
         raise ValueError(f"the recipe names head.layer_ids {list(recipe.head.layer_ids or ())}, {folder} reads {list(ids)}; {way_out}")
-    return recipe.model_copy(update={"head": _with_own(recipe.head, head.config, say)}), head
+    recipe = recipe.model_copy(update={"head": _with_own(recipe.head, head.config, say)})
+    check_training(recipe.head, recipe.training)  # again: with the number of heads that it has
+    return recipe, head
 
 
 def _with_own(wanted: HeadConfig, found: Any, say: Any) -> HeadConfig:
     """The settings with the sizes and flags of the head that is gone on from; what the recipe has otherwise is told."""
-    names = {name: name for name in SAME} | {"num_layers": "num_hidden_layers"}
+    layers = "num_layers" if hasattr(found, "num_layers") else "num_hidden_layers"  # residual blocks a head, or decoder layers
+    names = {name: name for name in SAME} | {"num_layers": layers}
     own = {name: getattr(found, its) for name, its in names.items() if hasattr(found, its)}  # a head of another kind has others
     own["layer_ids"] = tuple(own["layer_ids"])
     if own.get("hidden_size") == found.target_hidden_size:

@@ -1,16 +1,21 @@
 """The commands train, evaluate, report and export."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from spectrain.cli import stages
-from spectrain.cli.evaluate import check_exact
+from spectrain.cli.evaluate import check_exact, machine
 from spectrain.cli.evaluate import evaluate as run_evaluation
+from spectrain.cli.joint import MERGED, check_merged, open_for, write_merged
 from spectrain.cli.quickstart import show, wide_console
 from spectrain.cli.start import check_no_run, open_start
+from spectrain.cli.trees import write_tree
 from spectrain.config import EvaluationConfig, Recipe, Suite, load_config, override, validate
+from spectrain.decoding.shapes import Tree
 from spectrain.evaluation.render import write_report
 from spectrain.export.engines import FORMATS, export_head, needs_embedding, serve_command
 from spectrain.heads.base import check_head, load_head
@@ -45,14 +50,21 @@ def _above(path: Path, levels: int) -> Path:
     return path.resolve().parents[: levels + 1][-1]
 
 
-def evaluate(target_name: str, head: Path | None, suite: Path, out: Path, *, dtype: str, overrides: list[str]) -> None:
-    """Measure a head (or free drafters alone) and write the report."""
+def _settings(suite: Path, overrides: list[str]) -> EvaluationConfig:
+    """Settings of an evaluation, and their files checked before the target is loaded, which takes long."""
     values: dict[str, object] = {"suite": str(suite.resolve())}
     override(values, overrides)
     config = validate(EvaluationConfig, values, where="--set")
-    load_config(Suite, suite)  # before the target is loaded, which takes long
-    target = load_target(target_name, dtype=dtype)
-    console = wide_console()
+    load_config(Suite, suite)
+    if config.tree:
+        Tree.load(_above(suite, 2) / config.tree, config.tree_nodes)
+    return config
+
+
+def evaluate(target_name: str, head: Path | None, suite: Path, out: Path, *, dtype: str, overrides: list[str]) -> None:
+    """Measure a head (or free drafters alone) and write the report."""
+    config, console = _settings(suite, overrides), wide_console()
+    target = open_for(target_name, head, dtype, console.print)
     trained = stages.open_head(head, target) if head else None
     out.mkdir(parents=True, exist_ok=True)
     report = run_evaluation(
@@ -60,7 +72,30 @@ def evaluate(target_name: str, head: Path | None, suite: Path, out: Path, *, dty
     )
     write_report(report, out)
     show(report, out, console)
+    _tell_rules(report, console)
     check_exact(report)
+
+
+def make_tree(target_name: str, head: Path | None, suite: Path, path: Path, *, dtype: str, overrides: list[str]) -> None:
+    """Write the tree that a head's measured acceptance makes."""
+    if head is None:
+        raise ValueError("--write-tree counts what a head's drafts are accepted; add --head FOLDER")
+    config, console = _settings(suite, overrides), wide_console()
+    if config.temperature or config.tree:
+        raise ValueError("--write-tree counts greedy answers and measures no tree; leave --tree and --temperature out")
+    target = open_for(target_name, head, dtype, console.print)
+    write_tree(
+        target, stages.open_head(head, target), config, path, _above(suite, 2), versions=made_with(target, {})["versions"],
+        machine=machine(target), say=lambda text: console.print(text, markup=False, soft_wrap=True),
+    )  # fmt: skip
+    console.print(f"Tree: {path}; measure it with spectrain evaluate … --tree {path}", soft_wrap=True)
+
+
+def _tell_rules(report: Mapping[str, Any], console: Console) -> None:
+    """Where answers are draws: by which temperature and rules they were verified."""
+    if temperature := report["settings"]["temperature"]:
+        rules = ", ".join(f"{arm['name']} by rule {arm['rule']}" for arm in report["arms"][1:])
+        console.print(f"Draws at temperature {temperature:g}: {rules}", soft_wrap=True)
 
 
 def show_report(folder: Path) -> None:
@@ -74,12 +109,18 @@ def show_report(folder: Path) -> None:
         raise ValueError(f"{path} is damaged ({error}); `spectrain evaluate` writes it anew") from error
     write_report(report, folder)
     show(report, folder, wide_console())
+    _tell_rules(report, wide_console())
 
 
 def export(head: Path, to: str, out: Path, target: str | None) -> None:
-    """Write a head for an engine and print how to serve it. target: where the target is, for heads whose folder needs its embedding."""
+    """Write a head for an engine and print how to serve it, or (`merged`) the target with the adapter that was trained with the head.
+    target: where the target is, for heads whose folder needs its embedding, and for those with an adapter."""
     embed_VW = None
     check_no_run(head)
+    if to == MERGED:
+        print(f"wrote {write_merged(head, target, out)}")
+        return
+    check_merged(head, target)
     if to in FORMATS and needs_embedding(head):
         if target is None:
             raise ValueError(f"{head} is of another width than its target, whose embedding goes into the folder: add --target NAME")
@@ -89,4 +130,5 @@ def export(head: Path, to: str, out: Path, target: str | None) -> None:
     folder = export_head(head, to, out, embed_VW=embed_VW)
     made = json.loads((head / "made_with.json").read_text())
     engine = "sglang" if to == "sglang" else "vllm"
-    print(f"wrote {folder}\n{serve_command(folder, made['target'], engine=engine, num_speculative_tokens=4)}")
+    served = made["target"] if target is None or "adapter_sha256" not in made else target
+    print(f"wrote {folder}\n{serve_command(folder, served, engine=engine, num_speculative_tokens=4)}")

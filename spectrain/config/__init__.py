@@ -3,10 +3,10 @@
 from spectrain.config.data import AnswersConfig, CaptureConfig, DataConfig, PrepareConfig, RegenerateConfig, TargetConfig
 from spectrain.config.evaluation import EvaluationConfig, ShapeConfig, Suite
 from spectrain.config.files import Stage, dump_yaml, load_config, override, parse_yaml, validate
-from spectrain.config.training import HeadConfig, LossConfig, TrainingConfig
+from spectrain.config.training import HeadConfig, LoraConfig, LossConfig, TrainingConfig
 
 __all__ = [
-    "AnswersConfig", "CaptureConfig", "DataConfig", "EvaluationConfig", "HeadConfig", "LossConfig", "PrepareConfig", "Recipe",
+    "AnswersConfig", "CaptureConfig", "DataConfig", "EvaluationConfig", "HeadConfig", "LoraConfig", "LossConfig", "PrepareConfig", "Recipe",
     "RegenerateConfig", "ShapeConfig", "Stage", "Suite", "TargetConfig", "TrainingConfig", "dump_yaml", "load_config", "override",
     "parse_yaml", "validate",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Settings of an evaluation: shapes of the drafts, and suites of prompts by domain."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from spectrain.config.files import Positive, Stage
 
@@ -26,11 +26,17 @@ class ShapeConfig(Stage):
 class EvaluationConfig(Stage):
     """suite: a file of eval/suites. speed_prompts: prompts by domain timed one by one, of at most speed_prompt_tokens tokens.
 
-    compile: how the timed passes are made, the same for every arm (true, false, or "auto": compiled where the whole run repays it).
+    tree: a file of `spectrain evaluate --write-tree`, whose tree is measured too; tree_nodes: its tree of so many nodes instead of the
+    one that is best at batch 1. temperature: above 0 every answer is a draw by the rule and law that `auto` stands for; `seed` and the
+    prompt's id give its seed. compile: how the timed passes are made, the same for every arm (true, false, or "auto": compiled where
+    the whole run repays it).
     """
 
     suite: str = "eval/suites/quick.yaml"
     shapes: ShapeConfig = ShapeConfig()
+    tree: str | None = None
+    tree_nodes: Positive | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     batch_size: Positive = 36
     speed_prompts: Positive = 2
     speed_prompt_tokens: Positive = 300
@@ -40,7 +46,11 @@ class EvaluationConfig(Stage):
 
 
 class Suite(Stage):
-    """Evaluation prompts by domain: `prompts[domain]` = prompts to take; files are `<folder>/<domain>.jsonl`."""
+    """Evaluation prompts by domain: `prompts[domain]` = prompts to take; files are `<folder>/<domain>.jsonl`.
+
+    skip: prompts of each domain that are passed over first: with the same seed and max_prompt_tokens, a suite that takes no more than
+    these shares none with this one.
+    """
 
     name: str
     version: Positive
@@ -49,6 +59,7 @@ class Suite(Stage):
     max_prompt_tokens: Positive
     max_new_tokens: Positive
     seed: int = 0
+    skip: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
     def _has_domains(self) -> "Suite":

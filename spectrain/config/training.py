@@ -75,6 +75,24 @@ class LossConfig(Stage):
     lk_decay: Annotated[float, Field(ge=0)] = 3.0
 
 
+class LoraConfig(Stage):
+    """The target trained together with the head (Medusa-2, arXiv 2401.10774 §2.2), by an adapter of low rank (LoRA, arXiv 2106.09685).
+
+    rank, alpha, dropout: of the adapter; it adds alpha / rank times its product. modules: names of the linear layers that get one (None:
+    all in the decoder layers). start: share of the run during which the head learns alone. lr: of the adapter (the paper: a quarter of the
+    head's), by the same schedule and with a warm-up of its own. weight: of the divergence KL(original, adapted) beside the head's loss,
+    which keeps the target's law close.
+    """
+
+    rank: Positive = 16
+    alpha: Positive = 32
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    start: Annotated[float, Field(ge=0, lt=1)] = 0.4
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    weight: Annotated[float, Field(ge=0)] = 10.0
+
+
 class TrainingConfig(Stage):
     """ttt_steps: test-time training steps. tokens_per_step: supervised tokens a batch (a step is `accumulation` batches on every process).
 
@@ -83,6 +101,8 @@ class TrainingConfig(Stage):
     optimizer: muon takes the matrices inside the head at muon_lr, AdamW the rest. lr is reached after `warmup` (share of all steps);
     then schedule: cosine falls to `final_lr` times itself, wsd keeps it and falls linearly over the last `cooldown` of the run, constant
     keeps it. ema: weights averaged over steps with this factor are measured and saved (None: the weights themselves).
+    noise: uniform noise on the states that a head reads while training: its width at a row of 512 tokens, the wider the shorter the row.
+    lora: train the target, too, by an adapter (None: only the head).
     checkpointing: compute activations again in the backward pass. compile: torch.compile the decoder layer.
     evals_per_epoch, eval_steps: how often acceptance is measured (a number of steps, where it is given, instead). max_minutes: stop
     after this time (a schedule cut short, not stretched); a later call with more minutes goes on. checkpoint_minutes,
@@ -109,6 +129,8 @@ class TrainingConfig(Stage):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    noise: Annotated[float, Field(ge=0)] = 0.0
+    lora: LoraConfig | None = None
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     checkpointing: bool = False
     compile: bool = False

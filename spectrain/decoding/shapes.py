@@ -6,10 +6,13 @@ token; `depth`, `budget` and `width` count drafted nodes only.
 Legend: B rows, C candidates, N nodes.
 """
 
+import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,6 +163,15 @@ class Tree:
         return StaticTree(tuple(paths), law)  # type: ignore[arg-type]  # normalised there
 
     @staticmethod
+    def load(path: str | os.PathLike[str], nodes: int | None = None, law: str = "auto") -> StaticTree:
+        """The tree of a file of `spectrain evaluate --write-tree` (or of a JSON list of paths); nodes: that of its `budgets` with so many.
+
+        Without `nodes` it is the one for batch 1, which has no paths (plain decoding) where none was predicted to pay there. Raises
+        ValueError for a file that is none, damaged, or holds no tree of that size.
+        """
+        return StaticTree(_paths_in(os.fspath(path), nodes), law)
+
+    @staticmethod
     def dynamic(top_k: int = 10, depth: int = 7, budget: int = 60) -> DynamicTree:
         return DynamicTree(top_k=top_k, depth=depth, budget=budget)
 
@@ -271,6 +283,24 @@ def trimmed(shape: Shape, depth: int | None = None, budget: int | None = None) -
     shallow = (path for path in shape.paths if len(path) <= depth)
     likely = sorted(shallow, key=lambda path: (sum(1 + 2 * rank for rank in path), len(path), path))
     return replace(shape, paths=tuple(likely[:budget]))
+
+
+def _paths_in(path: str, nodes: int | None) -> tuple[Path, ...]:
+    """The paths that `Tree.load` reads."""
+    if not os.path.isfile(path):
+        raise ValueError(f"no file {path}; `spectrain evaluate --write-tree {path}` makes one")
+    try:
+        with open(path, encoding="utf-8") as file:
+            content: Any = json.load(file)
+        trees: dict[int | None, Any] = {None: content if isinstance(content, list) else content["tree"]["paths"]}
+        if isinstance(content, dict):
+            trees |= {len(entry["paths"]): entry["paths"] for entry in content["budgets"]}
+        if nodes not in trees:
+            sizes = ", ".join(str(size) for size in trees if size is not None) or "only one, without sizes"
+            raise ValueError(f"{path} has no tree of {nodes} nodes; there are {sizes}")
+        return tuple(map(tuple, trees[nodes]))
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no file of a tree ({type(error).__name__}: {error}); make it anew with --write-tree") from error
 
 
 def _check(shape: object, depth: int, law: str, laws: tuple[str, ...]) -> None:

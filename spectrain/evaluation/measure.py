@@ -22,7 +22,7 @@ from spectrain.data.formats import Prompt, read_jsonl, read_prompts
 from spectrain.data.rows import Row
 from spectrain.decoding.audit import first_difference
 from spectrain.decoding.drafter import Drafter
-from spectrain.decoding.generate import generate
+from spectrain.decoding.generate import generate, law_and_rule
 from spectrain.decoding.rows import StepRecord
 from spectrain.decoding.shapes import Shape
 from spectrain.target.model import Target
@@ -37,12 +37,37 @@ class Arm:
     shape: Shape | None = None
     label: str = "none"
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, temperature: float = 0.0) -> dict[str, Any]:
+        """What a report says of it; law and rule are those that `auto` stands for at this temperature."""
         s = self.shape
+        law, rule = "none", "greedy" if temperature == 0 else "none"
+        if s is not None:
+            law, rule = law_and_rule("auto", s, temperature=temperature, drafter=self.drafter)
         return {
             "name": self.name, "drafter": self.label, "shape": str(s) if s else "–", "depth": s.depth if s else 0,
-            "width": s.width if s else 1, "budget": s.budget if s else 0, "rule": "greedy",
+            "width": s.width if s else 1, "budget": s.budget if s else 0, "rule": rule, "law": law,
         }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How answers are drawn: greedily at temperature 0, else by a seed for each prompt, made from `seed` and the prompt's id."""
+
+    temperature: float = 0.0
+    seed: int = 0
+
+    def of(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """The arguments of `generate`; the same prompt has the same seed in every arm, batch and mode."""
+        if self.temperature == 0:
+            return {}
+        return {"temperature": self.temperature, "seed": [self.seed_of(p) for p in prompts]}
+
+    def seed_of(self, prompt: Prompt) -> int:
+        digest = hashlib.sha256(f"{self.seed}:{prompt.id}".encode()).digest()
+        return int.from_bytes(digest[:6], "big")
+
+
+GREEDY = Draws()
 
 
 @dataclass(frozen=True)
@@ -109,11 +134,13 @@ def suite_prompts(suite: Suite, target: Target, root: Path) -> dict[str, list[Pr
     chosen: dict[str, list[Prompt]] = {}
     for domain, number in suite.prompts.items():
         fits = [p for p in read_prompts(root / suite.folder / f"{domain}.jsonl") if len(target.encode(p.chat)) <= suite.max_prompt_tokens]
-        if len(fits) < number:
+        if len(fits) < suite.skip + number:
+            after = f" after the first {suite.skip}" if suite.skip else ""
             raise ValueError(
-                f"suite {suite.name} wants {number} {domain} prompts of at most {suite.max_prompt_tokens} tokens, {len(fits)} fit"
+                f"suite {suite.name} wants {number} {domain} prompts{after} of at most {suite.max_prompt_tokens} tokens, {len(fits)} fit"
             )
-        chosen[domain] = sorted(fits, key=lambda p: hashlib.sha256(f"{suite.seed}:{p.id}".encode()).digest())[:number]
+        ordered = sorted(fits, key=lambda p: hashlib.sha256(f"{suite.seed}:{p.id}".encode()).digest())
+        chosen[domain] = ordered[suite.skip : suite.skip + number]
     numbers = Counter(p.id for rows in chosen.values() for p in rows)
     if twice := sorted(str(i) for i, number in numbers.items() if number > 1):
         raise ValueError(f"suite {suite.name}: several prompts have the id {', '.join(twice[:5])}; give each prompt an id of its own")
@@ -127,13 +154,17 @@ def speed_subset(prompts: dict[str, list[Prompt]], target: Target, *, number: in
     return {domain: rows or [min(prompts[domain], key=lambda p: lengths[p.id])] for domain, rows in fits.items()}
 
 
-def measure_tau(target: Target, arm: Arm, prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, batch_size: int) -> None:
-    """Answer the prompts in batches of similar length, greedily; adds what is missing to the records."""
+def measure_tau(
+    target: Target, arm: Arm, prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, batch_size: int, draws: Draws = GREEDY
+) -> None:
+    """Answer the prompts in batches of similar length; adds what is missing to the records."""
     todo = sorted((p for p in prompts if (arm.name, "tau", p.id) not in records.found), key=lambda p: len(p.turns[0]))
     with tqdm(total=len(todo), desc=f"tau: {arm.name}", unit="prompt", disable=None) as bar:
         for start in range(0, len(todo), batch_size):
             batch = todo[start : start + batch_size]
-            result = generate(target, [p.chat for p in batch], drafter=arm.drafter, shape=arm.shape, max_new_tokens=max_new_tokens)
+            result = generate(
+                target, [p.chat for p in batch], drafter=arm.drafter, shape=arm.shape, max_new_tokens=max_new_tokens, **draws.of(batch)
+            )
             share = result.seconds / len(batch)
             records.add(
                 [Record(arm.name, "tau", p.id, p.domain, r.tokens, share, share, r.rounds) for p, r in zip(batch, result.rows, strict=True)]
@@ -143,7 +174,7 @@ def measure_tau(target: Target, arm: Arm, prompts: Sequence[Prompt], records: Re
 
 def measure_speed(
     target: Target, arms: Sequence[Arm], prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, baseline: bool,
-    compile: bool | Literal["auto"] = "auto",
+    compile: bool | Literal["auto"] = "auto", draws: Draws = GREEDY,
 ) -> None:  # fmt: skip
     """Time the arms one prompt at a time, interleaved prompt by prompt in rotating order, after a warm-up outside the clock.
 
@@ -157,9 +188,9 @@ def measure_speed(
 
     def run(name: str, prompt: Prompt, tokens: int) -> Record:
         if name == "transformers":
-            return _with_transformers(target, prompt, tokens)
-        arm = by_name[name]
-        result = generate(target, [prompt.chat], drafter=arm.drafter, shape=arm.shape, max_new_tokens=tokens, compile=compile)
+            return _with_transformers(target, prompt, tokens, draws)
+        arm, how = by_name[name], draws.of([prompt])
+        result = generate(target, [prompt.chat], drafter=arm.drafter, shape=arm.shape, max_new_tokens=tokens, compile=compile, **how)
         row = result.rows[0]
         return Record(name, "speed", prompt.id, prompt.domain, row.tokens, result.seconds, result.seconds - row.prefill_seconds, row.rounds)
 
@@ -173,16 +204,21 @@ def measure_speed(
                     bar.update()
 
 
-def _with_transformers(target: Target, prompt: Prompt, max_new_tokens: int) -> Record:
-    """The same answer by transformers' own greedy `generate()` with its default attention."""
+def _with_transformers(target: Target, prompt: Prompt, max_new_tokens: int, draws: Draws) -> Record:
+    """An answer by transformers' own `generate()` with its default attention: at temperature 0 the same one."""
+    how: dict[str, Any] = {"do_sample": False}
+    if draws.temperature:
+        how = {"do_sample": True, "temperature": draws.temperature, "top_k": 0, "top_p": 1.0}
     ids_1L = torch.tensor([target.encode(prompt.chat)], device=target.device)
     ours = target.model.config._attn_implementation
     target.model.set_attn_implementation("sdpa")
     try:
-        begin = time.perf_counter()
-        out = target.model.generate(ids_1L, attention_mask=torch.ones_like(ids_1L), max_new_tokens=max_new_tokens, do_sample=False)
-        tokens = out[0, ids_1L.shape[1] :].tolist()
-        seconds = time.perf_counter() - begin
+        with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):  # it draws from the global one
+            torch.manual_seed(draws.seed_of(prompt))
+            begin = time.perf_counter()
+            out = target.model.generate(ids_1L, attention_mask=torch.ones_like(ids_1L), max_new_tokens=max_new_tokens, **how)
+            tokens = out[0, ids_1L.shape[1] :].tolist()
+            seconds = time.perf_counter() - begin
     finally:
         target.model.set_attn_implementation(ours)
     return Record("transformers", "speed", prompt.id, prompt.domain, tokens, seconds, seconds)

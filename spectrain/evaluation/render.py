@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-ALL, MACRO, MICRO = "all", "all (macro)", "all (micro)"
+from spectrain.evaluation.schema import ALL, MACRO, MICRO, NUMBER, Report, Speed, Tau, parse_report
+
 SIGNS = {"win": "▲", "even": "≈", "loss": "▼", "none": "–"}  # a colour never stands alone
 DISCS = {"win": "🟢 ", "even": "⚪ ", "loss": "🔴 ", "none": ""}
 STYLES = {"win": "green", "even": "default", "loss": "red", "none": "dim"}
 TERMINAL_CELL = 16  # columns: "12.34 | ▲ 12.34×"
-NUMBER = float | None  # None: not measured, shown as a dash
 DEFINITIONS = {
     "τ (tau)": "tokens committed per verification pass, the target's own token included; prefill and its token are left out. "
     "Plain decoding has τ = 1. Two τ compare only at equal depth, width, budget, rule and temperature.",
@@ -41,90 +40,11 @@ DEFINITIONS = {
     "acceptance by position": "unconditional: how often the first i drafted tokens were all accepted; conditional: how often token i was, "
     "given that those before it were.",
     "exactness": "equal: the same tokens as plain decoding; tie: the first difference lies where the target's best tokens are level "
-    "within rounding, so that either is right; failed: any other difference.",
+    "within rounding, so that either is right; failed: any other difference. Above temperature 0 answers are draws and are not compared.",
+    "rule": "how drafts are verified. Greedy at temperature 0; above it point_mass for drafts that were not drawn (n-grams, dynamic "
+    "trees), block for a sampled chain, traversal for a sampled tree. All of these keep the target's law.",
     "coverage": "share of the tokens in the target's own answers that a head's draft vocabulary holds; the others it can never draft.",
 }
-
-
-class _Part(BaseModel):
-    """A piece of the report: frozen, finite numbers only; further keys are kept, since a later version may write them."""
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False, protected_namespaces=(), extra="allow")
-
-
-def _record(name: str, fields: dict[Any, str]) -> Any:
-    """A part with fields given as type → names."""
-    found: dict[str, Any] = {key: (kind, ...) for kind, keys in fields.items() for key in keys.split()}
-    return create_model(name, __base__=_Part, **found)
-
-
-Suite: Any = _record("Suite", {str: "name sha256"})
-Settings: Any = _record("Settings", {str: "dtype machine", int: "max_new_tokens speed_max_new_tokens threads", float: "temperature"})
-Arm: Any = _record("Arm", {str: "name drafter shape rule", int: "depth width budget"})
-Tau: Any = _record("Tau", {NUMBER: "tau lo hi", int: "tokens rounds prompts", list[NUMBER]: "acceptance conditional"})
-Speed: Any = _record("Speed", {NUMBER: "seconds tokens_per_s speedup lo hi tau v draft other break_even", int: "tokens prompts"})
-Exactness: Any = _record("Exactness", {int: "prompts equal ties failed"})
-Baseline: Any = _record("Baseline", {str: "name", NUMBER: "tokens_per_s plain_tokens_per_s ratio lo hi"})
-Step: Any = _record("Step", {int: "step", NUMBER: "minutes loss measured_tau", list[NUMBER]: "alpha"})
-Training: Any = _record("Training", {list[Step]: "steps"})
-
-
-class Report(_Part):
-    """What an evaluation found; `coverage` and `training` may be absent, `baseline` may be null."""
-
-    title: str
-    made: str
-    target: str
-    suite: Suite
-    settings: Settings
-    versions: dict[str, str | None]
-    arms: list[Arm]
-    domains: list[str]
-    tau: dict[str, dict[str, Tau]]
-    speed: dict[str, dict[str, Speed]]
-    exactness: dict[str, Exactness]
-    baseline: Baseline | None
-    coverage: dict[str, NUMBER] | None = None
-    training: Training | None = None
-    advice: list[str]
-    notes: list[str]
-
-    @property
-    def rows(self) -> list[str]:
-        """The domains, then all together."""
-        return [*self.domains, ALL]
-
-    @property
-    def drafted(self) -> list[Arm]:
-        """The arms that speculate: all but the first."""
-        return self.arms[1:]
-
-    def tau_of(self, arm: str, domain: str) -> Tau | None:
-        """The τ of an arm; `all` is micro where there is one, as the speed of `all` is, else macro."""
-        cells = self.tau.get(arm, {})
-        return next((cells[key] for key in ((MICRO, MACRO) if domain == ALL else (domain,)) if key in cells), None)
-
-    def speed_of(self, arm: str, domain: str) -> Speed | None:
-        """The speed of an arm, None where it was not measured."""
-        return self.speed.get(arm, {}).get(domain)
-
-
-def parse_report(report: dict[str, Any]) -> Report:
-    """Check a report; ValueError naming each key that is missing or unfit."""
-    faults: list[str] = []
-    try:
-        parsed = Report.model_validate(report)
-        faults += [] if parsed.arms else ["'arms' is empty"]
-        wanted = [(part, arm.name) for arm in parsed.drafted for part in ("tau", "speed")]
-        faults += [f"'{part}.{name}' is missing" for part, name in wanted if name not in getattr(parsed, part)]
-    except ValidationError as error:
-        for e in error.errors():
-            what = "is missing" if e["type"] == "missing" else f"is unfit: {e['msg']}"
-            faults.append(f"'{'.'.join(map(str, e['loc']))}' {what}")
-    if faults:
-        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise ValueError(f"bad report: {'; '.join(faults[:5])}{more}; `spectrain evaluate` writes a whole one")
-    return parsed
 
 
 def _num(value: NUMBER, digits: int = 2) -> str:
@@ -173,14 +93,14 @@ def _headline(report: Report) -> Table:
         for index, arm in enumerate(report.drafted):
             tau, speed = report.tau_of(arm.name, domain), report.speed_of(arm.name, domain)
             even, verdict = _num(speed.break_even if speed else None), DISCS[_verdict(speed)] + _speed_text(speed)
-            rows.append(["" if index else domain, arm.name, _tau_text(tau), even, verdict])
+            rows.append(["" if index else domain, report.label(arm), _tau_text(tau), even, verdict])
     return Table("By domain", "", "domain | arm | τ | break-even | speed-up", rows, labels=2)
 
 
 def _tau_rows(report: Report) -> Iterable[tuple[str, str, Tau]]:
     for arm in report.arms:
         cells = report.tau.get(arm.name, {})
-        yield from ((arm.name, key, cells[key]) for key in [*report.domains, MACRO, MICRO] if key in cells)
+        yield from ((report.label(arm), key, cells[key]) for key in [*report.domains, MACRO, MICRO] if key in cells)
 
 
 def _acceptance(report: Report, field: str, title: str, note: str) -> list[Table]:
@@ -199,7 +119,7 @@ def _speed_table(report: Report) -> Table:
                 predicted = c.tau / c.break_even if c.tau is not None and c.break_even else None
                 costs = map(_num, (predicted, c.tau, c.v, c.draft, c.other, c.break_even))
                 size = [_num(c.tokens_per_s, 1), f"{c.tokens:,}", _num(c.seconds, 1), f"{c.prompts:,}"]
-                rows.append([arm.name, domain, _speed_text(c), *costs, *size])
+                rows.append([report.label(arm), domain, _speed_text(c), *costs, *size])
     head = "arm | domain | speed-up | predicted | τ | v | draft | other | break-even | tokens/s | tokens | seconds | prompts"
     note = (
         "break-even = v + draft + other, the cost of a round in plain passes; predicted = τ ÷ break-even. "
@@ -220,8 +140,10 @@ def _evidence(report: Report) -> list[Table]:
         *_acceptance(report, "acceptance", "Acceptance by position, unconditional", "The first i tokens all accepted."),
         *_acceptance(report, "conditional", "Acceptance by position, conditional", "Token i, given those before it."),
         _speed_table(report),
-        Table("Exactness", "Against plain decoding of the same prompts.", "arm | prompts | equal | ties | failed", exact),
     ]
+    if exact:
+        note = "Against plain decoding of the same prompts."
+        tables.append(Table("Exactness", note, "arm | prompts | equal | ties | failed", exact))
     if b := report.baseline:
         ratio = f"{_num(b.ratio)}× {_span(b.lo, b.hi)}".strip()
         rows = [["spectrain, plain", _num(b.plain_tokens_per_s, 1), ratio], [b.name, _num(b.tokens_per_s, 1), "1.00×"]]
@@ -301,6 +223,8 @@ def _markdown_table(table: Table) -> list[str]:
 def _exact_text(report: Report) -> tuple[str, str]:
     found = [report.exactness[arm.name] for arm in report.drafted if arm.name in report.exactness]
     prompts, equal, ties = (sum(getattr(e, key) for e in found) for key in ("prompts", "equal", "ties"))
+    if report.sampled:
+        return "none", f"– Draws at temperature {report.settings.temperature:g} are not compared with plain decoding: see the notes."
     if not prompts:
         return "none", "– Exactness was not checked."
     if other := prompts - equal - ties:
@@ -363,7 +287,8 @@ def terminal_table(report: dict[str, Any]) -> list[RichTable]:
         table = RichTable(box=box.SIMPLE_HEAD, caption="τ | × plain speed;  ▲ faster  ≈ no clear difference  ▼ slower")
         table.add_column("domain", width=first, no_wrap=True)
         for arm in arms:
-            table.add_column(Text(f"{arm.name}\nτ | × speed"), width=TERMINAL_CELL, justify="right", overflow="fold")
+            how = [arm.rule, f"T={r.settings.temperature:g}"] if r.sampled else []
+            table.add_column(Text("\n".join([arm.name, *how, "τ | × speed"])), width=TERMINAL_CELL, justify="right", overflow="fold")
         for domain in r.rows:
             cells = [_terminal_cell(r.tau_of(a.name, domain), r.speed_of(a.name, domain)) for a in arms]
             table.add_row(Text(domain, style="bold" if domain == ALL else ""), *cells)

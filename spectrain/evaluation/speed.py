@@ -21,13 +21,16 @@ DRAFTS = 5  # depth of the chain whose drafting is timed
 
 @torch.inference_mode()
 def measure_costs(
-    target: Target, drafter: Drafter, *, context: int = 256, sizes: int = 16, batches: Sequence[int] = (), repeats: int = 7,
+    target: Target, drafter: Drafter, *, context: int = 256, sizes: int | Sequence[int] = 16, batches: Sequence[int] = (), repeats: int = 7,
     compile: bool | Literal["auto"] = "auto",
 ) -> Costs:  # fmt: skip
     """Interleaved medians of target passes over 1 ... `sizes` positions and of one draft step, behind `context` cached tokens.
 
+    sizes: a number, or the sizes that are timed (1 among them); the costs of those in between lie on lines between their neighbours.
     batches: numbers of rows for which passes over 1, half of `sizes` and `sizes` positions are timed too. compile: as in `generate`.
     """
+    every = list(range(1, sizes + 1)) if isinstance(sizes, int) else sorted({1, *sizes})
+    sizes = every[-1]
     B = max(1, *batches) if batches else 1
     mode = choose(target, compile, rows=B, nodes=sizes, passes=10**6 if compile == "auto" and "compiled" in target.copies else 100)
     one = _Bench(target, passes_of(target, mode, rows=1, nodes=sizes, strict=compile is True), 1, context, sizes, drafter.layer_ids)
@@ -40,7 +43,7 @@ def measure_costs(
         session.propose(ask)
         getattr(session, "rewind", lambda: None)()
 
-    runs: dict[Any, Callable[[], None]] = {n: one.verify(n) for n in range(1, sizes + 1)}
+    runs: dict[Any, Callable[[], None]] = {n: one.verify(n) for n in every}
     runs["draft"] = draft
     known = sorted({1, max(1, sizes // 2), sizes})
     for rows in batches:
@@ -57,7 +60,7 @@ def measure_costs(
     steps = max(1, drafts - 1) if drafter.has_q else drafts
     by_batch = {rows: _between(known, [median[rows, n] / seconds for n in known]) for rows in batches}
     return Costs(
-        seconds=seconds, v=tuple(median[n] / seconds for n in range(1, sizes + 1)), c=median["draft"] / steps / seconds,
+        seconds=seconds, v=_between(every, [median[n] / seconds for n in every]), c=median["draft"] / steps / seconds,
         by_batch=by_batch or None,
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """What a draft head is, which heads there are, and how one is kept on disk.
 
 A head directory holds `model.safetensors`, `config.json`, `run.yaml` (settings of the run) and `made_with.json` (versions, target,
-hashes), and `tokens.json.gz` (the target's tokens by id). It is written whole or not at all.
+hashes), and `tokens.json.gz` (the target's tokens by id); and the folder `adapter`, in peft's format, where the target was trained too. It
+is written whole or not at all.
 
 Legend: B rows, N nodes or tokens, F width of the states read, W target width, H head width, Vd draft vocabulary.
 """
@@ -11,7 +12,7 @@ import importlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,10 +27,17 @@ from spectrain.config import validate
 from spectrain.heads.targets import vocabulary_key
 from spectrain.heads.tokens import first_difference
 
-HEADS = {"eagle3": "spectrain.heads.eagle3:Eagle3"}
+HEADS = {
+    "eagle3": "spectrain.heads.eagle3:Eagle3",
+    "eagle": "spectrain.heads.eagle:Eagle",
+    "medusa": "spectrain.heads.medusa:Medusa",
+    "hydra": "spectrain.heads.hydra:Hydra",
+}
 LAST = -1  # in place of a layer number: the last state, which the output layer reads, after the final norm
 FORMAT = 1
 TOKENS = "tokens.json.gz"
+NO_PART_OF_ADAPTER = {"base_model_name_or_path", "peft_version", "inference_mode"}
+ADAPTER = "adapter"  # folder of the target's adapter, in the directory of a head that was trained together with one
 
 
 class KeyValueCache(Protocol):
@@ -229,10 +237,24 @@ def _key(made_with: Mapping[str, Any], size: int) -> str | None:
     return vocabulary_key(rows_sha256=rows, tokenizer_sha256=tokenizer, size=size) if rows and tokenizer else None
 
 
-def save_head(head: Any, out: Path, *, run_yaml: str, made_with: Mapping[str, Any]) -> None:
+def adapter_hash(folder: Path) -> str:
+    """Hash of an adapter in peft's format: its weights, and of its settings what says how they count."""
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        weights = (folder / "adapter_model.safetensors").read_bytes()
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} holds no whole adapter ({error}); copy or train it anew") from error
+    told = {key: sorted(v) if isinstance(v, list) else v for key, v in config.items() if key not in NO_PART_OF_ADAPTER}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode() + weights).hexdigest()
+
+
+def save_head(
+    head: Any, out: Path, *, run_yaml: str, made_with: Mapping[str, Any], adapter: Callable[[Path], str] | None = None
+) -> None:
     """Write a head directory, replacing an earlier one only once the new one is whole.
 
-    `head.tokens` (of `pack_tokens`), where it is set, is kept too. ValueError for a head without a table of its draft vocabulary.
+    `head.tokens` (of `pack_tokens`), where it is set, is kept too. adapter(folder): write the adapter of the target that was trained with
+    the head, and return its hash. ValueError for a head without a table of its draft vocabulary.
     """
     check_vocabulary(head)
     part, old = out.with_name(out.name + ".part"), out.with_name(out.name + ".old")
@@ -245,6 +267,8 @@ def save_head(head: Any, out: Path, *, run_yaml: str, made_with: Mapping[str, An
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.copymode(part / "config.json", part / "model.safetensors")  # safetensors writes files that only their owner can read
     (part / "run.yaml").write_text(run_yaml)
+    if adapter is not None:
+        made_with = {**made_with, "adapter_sha256": adapter(part / ADAPTER)}
     (part / "made_with.json").write_text(json.dumps(_record(head, made_with), indent=2) + "\n")
     if tokens := getattr(head, "tokens", None):
         (part / TOKENS).write_bytes(tokens)
@@ -256,9 +280,10 @@ def save_head(head: Any, out: Path, *, run_yaml: str, made_with: Mapping[str, An
 
 
 def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
-    """Load a head directory in evaluation mode.
+    """Load a head directory in evaluation mode. `head.adapter`: the folder of the target's adapter, None for a head trained alone.
 
-    Raises ValueError when the folder is none, is damaged, of a newer format, or when its tensors do not fit its config.
+    Raises ValueError when the folder is none, is damaged, of a newer format, when its tensors do not fit its config, or when the adapter
+    is missing or another one.
     """
     folder = Path(folder)
     config, made_with = (_read_json(folder, name) for name in ("config.json", "made_with.json"))
@@ -276,6 +301,11 @@ def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device:
         found = f"{folder}/made_with.json names another corpus, tokenizer or size than"
         raise ValueError(f"{found} the draft vocabulary was cut for (vocabulary_key); train the head anew")
     check_vocabulary(head)
+    wanted, head.adapter = made_with.get("adapter_sha256"), None
+    if wanted is not None:
+        head.adapter = folder / ADAPTER
+        if adapter_hash(head.adapter) != wanted:
+            raise ValueError(f"{head.adapter} is not the adapter that the head was trained with; copy the whole directory again")
     head.made_with = made_with
     head.tokens = (folder / TOKENS).read_bytes() if (folder / TOKENS).is_file() else None
     return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
@@ -293,6 +323,17 @@ def check_head(head: Any, fingerprints: Mapping[str, str], target: str, tokenize
                 f"this head was trained for {made_with.get('target')} (its {what} differs from that of {target}{where}); "
                 f"load that target, or train a head: spectrain train RECIPE --set target.name={target}"
             )
+    if made_with and made_with.get("adapter_sha256") != fingerprints.get("adapter_sha256"):
+        raise ValueError(_adapter_differs(head, made_with, fingerprints, target))
+
+
+def _adapter_differs(head: Any, made_with: Mapping[str, Any], fingerprints: Mapping[str, str], target: str) -> str:
+    has = "has another one" if "adapter_sha256" in fingerprints else "is without it"
+    if "adapter_sha256" not in made_with:
+        return f"{target} has an adapter, and this head was trained for the target without one; load the target that it was made from"
+    where = repr(str(getattr(head, "adapter", None) or "HEAD"))
+    load = f"load_target({str(made_with.get('target'))!r}, adapter={where})"
+    return f"this head was trained together with an adapter of its target, and {target} {has}; load them together: {load}"
 
 
 def _first_token(head: Any, target: str, tokenizer: Any) -> str:

@@ -1,14 +1,16 @@
-"""Parts that heads share: norm, rotary positions, gated MLP. Names of the parameters are those of the published checkpoints.
+"""Parts that heads share: norm, rotary positions, gated MLP, residual block. Names of the parameters are those of published checkpoints.
 
-Legend: B rows, N positions, X any of these, H heads, D head size.
+Legend: B rows, N positions, X any of these, H heads (of a block: its width), D head size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 def narrow(x: Tensor) -> Tensor:
@@ -44,6 +46,37 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = narrow(x)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ResidualBlock(nn.Module):
+    """x + silu(W x + b), W and b zero at first (Medusa, arXiv 2401.10774). inputs: how many widths it reads; where these are several, the
+    residual is a projection of them (Hydra, arXiv 2402.05109)."""
+
+    def __init__(self, width: int, *, inputs: int = 1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width * inputs, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        if inputs > 1:
+            self.res_connection = nn.Linear(width * inputs, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = self.res_connection(x).to(x.dtype) if hasattr(self, "res_connection") else x
+        return residual + F.silu(self.linear(x))
+
+
+def caller(*, checkpointing: bool) -> Callable[..., Any]:
+    """call(function, *args): the function's result, whose activations are kept or, with checkpointing, made again in the backward pass."""
+    if checkpointing:
+        return partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return lambda function, *args: function(*args)
+
+
+def newest(x_BNH: Tensor, count_B: Tensor, before_B1H: Tensor | None) -> Tensor:
+    """The last counted one of each row [B, 1, H]; of a row that counts none, what it had before."""
+    at_B1H = (count_B - 1).clamp(min=0)[:, None, None].expand(-1, 1, x_BNH.shape[2])
+    found_B1H = x_BNH.gather(1, at_B1H)
+    return found_B1H if before_B1H is None else torch.where((count_B > 0)[:, None, None], found_B1H, before_B1H)
 
 
 def rotary_settings(config: Any) -> dict[str, Any]:

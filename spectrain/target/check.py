@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spectrain.data.rows import Row
+from spectrain.heads.base import LAST
 from spectrain.target.features import FeatureStore
 from spectrain.target.manifest import check_target
 from spectrain.target.model import Target
@@ -141,7 +142,7 @@ def _judge(store: FeatureStore, target: Target, found: Check, example: int) -> N
     for s, (layer, error) in enumerate(zip(store.layer_ids, found.errors, strict=True)):
         if not error <= limit.error:
             near = _nearest(store, target, example, s)
-            raise ValueError(f"{store.folder.name}: what is kept as hs[{layer}] differs by {error:.1%} from the target's{near}; {told}")
+            raise ValueError(f"{store.folder.name}: what is kept as {_named(layer)} differs by {error:.1%} from the target's{near}; {told}")
     if found.kl is None or found.top1 is None:
         return
     limit = _limits(store, target, store.manifest["last"])
@@ -151,12 +152,16 @@ def _judge(store: FeatureStore, target: Target, found: Check, example: int) -> N
         raise ValueError(f"{store.folder.name}: its last state {was}{_norm(store, target, example)}; {told}")
 
 
-def _states(store: FeatureStore, target: Target, i: int) -> list[Tensor]:
-    """hs[0], hs[1] ... of row i by the target."""
-    row = store.rows[i]
-    out = row_pass(row, target, range(target.num_layers + 1), torch.zeros(1, dtype=torch.long))
+def _named(layer: int) -> str:
+    return "the last state" if layer == LAST else f"hs[{layer}]"
+
+
+def _states(store: FeatureStore, target: Target, i: int) -> dict[int, Tensor]:
+    """hs[0], hs[1] ... and the last state of row i by the target."""
+    layers = (*range(target.num_layers + 1), LAST)
+    out = row_pass(store.rows[i], target, layers, torch.zeros(1, dtype=torch.long))
     assert out.states_BNF is not None
-    return list(out.states_BNF[0].float().cpu().unflatten(-1, (target.num_layers + 1, -1)).unbind(1))
+    return dict(zip(layers, out.states_BNF[0].float().cpu().unflatten(-1, (len(layers), -1)).unbind(1), strict=True))
 
 
 def _off(a: Tensor, b: Tensor) -> float:
@@ -166,12 +171,12 @@ def _off(a: Tensor, b: Tensor) -> float:
 def _nearest(store: FeatureStore, target: Target, i: int, s: int) -> str:
     K = readable(store.rows[i])
     ours = store[i].states.float()[:K].unflatten(-1, (len(store.layer_ids), -1))[:, s]
-    off = [_off(ours, x[:K]) for x in _states(store, target, i)]
-    best = int(np.argmin(off))
-    return f", it is hs[{best}]" if off[best] < HALF.error else ""
+    off = {layer: _off(ours, x[:K]) for layer, x in _states(store, target, i).items()}
+    best = min(off, key=lambda layer: off[layer])
+    return f", it is {_named(best)}" if off[best] < HALF.error else ""
 
 
 def _norm(store: FeatureStore, target: Target, i: int) -> str:
     at_M = torch.from_numpy(np.flatnonzero(store.rows[i].mask_L))
-    before = _states(store, target, i)[-1][at_M]
+    before = _states(store, target, i)[target.num_layers][at_M]
     return ", it is the state before the final norm" if _off(store[i].last.float(), before) < HALF.error else ""

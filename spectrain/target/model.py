@@ -28,6 +28,7 @@ from spectrain.target.cache import SlabCache, causal_mask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KINDS = ("full_attention", "sliding_attention")  # kinds of layer, in the names of transformers
+ADAPTER_MARK = "spectrain_adapter_sha256"  # in the config of a model that an adapter was merged into
 Masks = Tensor | dict[str, Tensor] | None  # [B, 1, N, S], one for each kind of layer where there are two; None: all are visible
 
 
@@ -52,6 +53,11 @@ class Target:
     @property
     def config(self) -> Any:
         return self.model.config.get_text_config()
+
+    @property
+    def adapter(self) -> str | None:
+        """Hash of the adapter that was merged into the model (target/adapter.py), None for a model without one."""
+        return getattr(self.model.config, ADAPTER_MARK, None)
 
     @property
     def device(self) -> torch.device:
@@ -179,6 +185,13 @@ class Target:
         self, ids_BN: Tensor, *, positions_BN: Tensor, mask: Masks, cache: SlabCache | None,
         layer_ids: Sequence[int] = (), logits_to_keep: int | Tensor = 0,
     ) -> TargetOutput:  # fmt: skip
+        """One pass without gradients; arguments of `run`."""
+        return self.run(ids_BN, positions_BN=positions_BN, mask=mask, cache=cache, layer_ids=layer_ids, logits_to_keep=logits_to_keep)
+
+    def run(
+        self, ids_BN: Tensor, *, positions_BN: Tensor, mask: Masks, cache: SlabCache | None,
+        layer_ids: Sequence[int] = (), logits_to_keep: int | Tensor = 0,
+    ) -> TargetOutput:  # fmt: skip
         """One pass. `mask`: of `masks` or `prompt_masks`; None without a cache is a causal pass over rows that start at position 0.
 
         `logits_to_keep`: 0 all positions, k the last k, or a tensor of positions (as in transformers).
@@ -201,7 +214,8 @@ class Target:
         """Hashes that tell whether a head, a store or an answer file belongs to this target."""
         # A target tuned with frozen embeddings differs in its layers alone.
         layer = [p for p in self.layers[-1].parameters() if p.dim() > 1]
-        return {**fingerprints(self.tokenizer), "embedding_sha256": _hash([self.embedding_VW]), "layers_sha256": _hash(layer)}
+        found = {**fingerprints(self.tokenizer), "embedding_sha256": _hash([self.embedding_VW]), "layers_sha256": _hash(layer)}
+        return found if self.adapter is None else {**found, "adapter_sha256": self.adapter}
 
     def encode(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
         """Token ids of a prompt: ids as they are, a string as plain text, a chat (list of messages) through the template."""
@@ -256,11 +270,14 @@ def tap_last(target: Target) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def load_target(name: str | Path, *, dtype: str = "float32", device: str | None = None, revision: str | None = None) -> Target:
+def load_target(
+    name: str | Path, *, dtype: str = "float32", device: str | None = None, revision: str | None = None, adapter: str | Path | None = None
+) -> Target:
     """Load a Hub name, a folder or a `.gguf` file, frozen and in evaluation mode.
 
-    Raises ValueError when a path does not exist, when the model has layers that cannot be rolled back, or when the tokenizer has more
-    ids than the model has rows.
+    adapter: one of the target's, merged into its weights: the folder of a head that was trained together with it, or of peft's. Raises
+    ValueError when a path does not exist, when the model has layers that cannot be rolled back, when the tokenizer has more ids than the
+    model has rows, or when the adapter is another target's.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -287,7 +304,11 @@ def load_target(name: str | Path, *, dtype: str = "float32", device: str | None 
     target.check_kind()
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         raise ValueError(f"{name}: the tokenizer has {len(tokenizer)} ids, the model only {model.config.vocab_size} rows")
-    return target
+    if adapter is None:
+        return target
+    from spectrain.target.adapter import merged
+
+    return merged(target, adapter)
 
 
 def _refusal(name: str, kind: str, cause: str) -> str:

@@ -26,6 +26,9 @@ from spectrain.heads.base import check_vocabulary
 from spectrain.heads.losses import Counts, Labels, LossResult, unrolled_loss
 from spectrain.heads.targets import counted
 from spectrain.training.checkpoint import Checkpoints, GracefulStop, only_run
+from spectrain.training.fit import fit_start
+from spectrain.training.joint import Backbone
+from spectrain.training.noise import noisy
 from spectrain.training.optim import averaged, make_optimizer, set_rates
 from spectrain.training.schedule import Pace, learning_rate
 from spectrain.training.tracking import Progress
@@ -70,38 +73,46 @@ class Work:
 class Trainee(nn.Module):
     """The head with its loss: what accelerate wraps, so that one forward pass of a process is all that its gradients come from."""
 
-    def __init__(self, head: Any, config: TrainingConfig, *, embed_VW: Tensor, output_VW: Tensor) -> None:
+    def __init__(
+        self, head: Any, config: TrainingConfig, *, embed_VW: Tensor, output_VW: Tensor, backbone: Backbone | None = None
+    ) -> None:
         super().__init__()
-        self.head, self.config, self.target_ids = head, config, head.target_ids
+        self.head, self.config, self.target_ids, self.backbone = head, config, head.target_ids, backbone
         self.embed_VW, self.rows_VdW = embed_VW, output_VW[head.target_ids].float()
         for layer in head.layers if config.compile else ():
             layer.compile(dynamic=True)  # what comes after attention; batches differ in their number of rows
 
     def forward(self, work: Work) -> LossResult:
         """The loss of row i at step k against the target's law after token i + 1 + k, summed over rows and steps."""
-        batch, config = work.batch, self.config
-        steps = self.head.outputs(batch, work.row_R, self.embed_VW, config.ttt_steps, checkpointing=config.checkpointing)
+        batch, config, own_BLW = work.batch, self.config, None  # own: last states of the target as it is now, where it is trained
+        if self.backbone is not None and self.backbone.joined:
+            batch, own_BLW = self.backbone(batch, self.head.layer_ids)
+        read = noisy(batch, config.noise) if config.noise and self.training else batch
+        steps = self.head.outputs(read, work.row_R, self.embed_VW, config.ttt_steps, checkpointing=config.checkpointing)
         number_L = batch.mask_BL.flatten().cumsum(0) - 1  # of each supervised token among them
         labels = Labels(
             last_PW=batch.last_PW, lse_P=batch.lse_P, best_P=batch.best_P, rows_VdW=self.rows_VdW, number_R=number_L[work.row_R + 1],
             counts_KR=work.counts_KR, weight_R=work.weight_R, target_ids=self.target_ids,
         )  # fmt: skip
-        return unrolled_loss(list(steps), labels, config.loss)
+        found = unrolled_loss(list(steps), labels, config.loss)
+        if self.backbone is None or own_BLW is None:
+            return found
+        return self.backbone.kept_close(found, own_BLW.flatten(0, 1)[work.row_R + 1], labels)
 
 
 def train(
     head: Any, samples: Samples, config: TrainingConfig, *, embed_VW: Tensor, output_VW: Tensor, out: Path, accelerator: Accelerator,
-    save: Save, on_eval: Measure | None = None, identity: Mapping[str, Any] | None = None,
+    save: Save, on_eval: Measure | None = None, identity: Mapping[str, Any] | None = None, backbone: Backbone | None = None,
 ) -> TrainResult:  # fmt: skip
     """Train `head` on `samples` and keep the weights with the best measured acceptance.
 
     embed_VW, output_VW: the target's embedding and output rows. save(head, name): write a head directory (`best`, `last`).
-    on_eval(head) -> plain values with `measured_tau`. identity: plain values (nested) that the run depends on; a checkpoint in `out`
-    with the same ones is resumed, another is refused. It goes on in mid-epoch at any number of processes and accumulation: no batch
-    is lost or comes twice, and the learning rate keeps its place in the data. A finished run, and one whose time is up, says so and
-    returns. SIGINT and SIGTERM save and raise KeyboardInterrupt. Seeds this process's random generators. Raises ValueError when no
-    row counts, nothing is learnt for MOST_IDLE steps or the whole run, another run is at work in `out`, on_eval gives no number, or the
-    head has no table of its draft vocabulary.
+    on_eval(head) -> plain values with `measured_tau`. backbone: the target, where it is trained too. identity: plain values (nested)
+    that the run depends on; a checkpoint in `out` with the same ones is resumed, another is refused. It goes on in mid-epoch at any
+    number of processes and accumulation: no batch is lost or comes twice, and the learning rate keeps its place in the data. A finished
+    run, and one whose time is up, says so and returns. SIGINT and SIGTERM save and raise KeyboardInterrupt. Seeds this process's random
+    generators. Raises ValueError when no row counts, nothing is learnt for MOST_IDLE steps or the whole run, another run is at work in
+    `out`, on_eval gives no number, or the head has no table of its draft vocabulary.
     """
     check_vocabulary(head)
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
@@ -109,16 +120,19 @@ def train(
     scanned_Vd = head.target_ids.tolist()  # the draft vocabulary, until a checkpoint brings its own
     row_sizes, order, shares, pace = _order(samples, config, window)
     set_seed(config.seed, device_specific=True)
-    optimizer = make_optimizer(head.to(device), config)
+    optimizer = make_optimizer(head.to(device), config, list(backbone.weights) if backbone else [])
     average = averaged(head, config.ema) if config.ema else None
     checkpoints = Checkpoints(
-        out, _parts(head=head, optimizer=optimizer, ema=average, scaler=accelerator.scaler), identity=identity or {},
-        keep_last=config.keep_last, accelerator=accelerator,
+        out, _parts(head=head, optimizer=optimizer, ema=average, scaler=accelerator.scaler, adapter=backbone and backbone.weights),
+        identity=identity or {}, keep_last=config.keep_last, accelerator=accelerator,
     )  # fmt: skip
     saved, notes = checkpoints.load()
     result, pace, spent, more = _resume(saved, order, pace, shares, config)
-    notes += [*more, *_vocabulary_note(scanned_Vd, head.target_ids.tolist()), *_ended_note(result.steps, pace, spent, config)]
-    trainee = Trainee(head, config, embed_VW=embed_VW.detach().to(device), output_VW=output_VW.detach().to(device))
+    notes += [
+        *more, *_vocabulary_note(scanned_Vd, head.target_ids.tolist()), *_ended_note(result.steps, pace, spent, config),
+        *(fit_start(head, samples, row_sizes.supervised_N, embed_VW.detach().to(device)) if saved is None else []),
+    ]  # fmt: skip
+    trainee = Trainee(head, config, embed_VW=embed_VW.detach().to(device), output_VW=output_VW.detach().to(device), backbone=backbone)
     model, optimizer = accelerator.prepare(trainee, optimizer)  # from here on `head` is the same weights without the wrapping
     step, over = result.steps, _time_is_up(spent, config)
     tracked = config if step < pace.last and not over else config.model_copy(update={"tracker": "none"})  # nothing to track
@@ -134,9 +148,10 @@ def train(
             batches += [[]] * (window - len(batches))  # every process has as many, so that all take part in every update
             works = [_work(samples, lines, config, device) for lines in batches[rank::world]]
             weight, broken = _over_all(works, accelerator)
+            gain = _join(backbone, step, pace, config, progress)
             counts = _gradients(model, works, weight, config, accelerator)
             factor = learning_rate(pace.place(step), pace.total, config)
-            missed = _update(optimizer, factor, head, average, config, accelerator) if weight > 0 else "no row counts"
+            missed = _update(optimizer, factor, gain, head, average, config, accelerator) if weight > 0 else "no row counts"
             result.steps = step = step + 1
             optimizer.zero_grad()
             if broken:
@@ -157,7 +172,7 @@ def train(
             last = over or step == pace.last
             _check_learning(result, missed, config, last=last)
             if last or (due if config.eval_steps is None else step % config.eval_steps == 0):
-                _measure(head, average, on_eval, save, result, measured, step, seconds, accelerator, progress, last=last)
+                _measure(trainee, average, on_eval, save, result, measured, step, seconds, accelerator, progress, last=last)
                 measured = Counts.zeros(config.ttt_steps, device)
             if last or asked or late or (config.checkpoint_steps and step % config.checkpoint_steps == 0):
                 place = {"step": step, "seconds": spent + time.monotonic() - started, "order": order.state, "pace": pace.state()}
@@ -168,6 +183,15 @@ def train(
             if asked:
                 raise KeyboardInterrupt(f"stopped after step {step} of {pace.last}")
     return result
+
+
+def _join(backbone: Backbone | None, step: int, pace: Pace, config: TrainingConfig, progress: Progress) -> float:
+    """Let the target take part from its share of the run on; the factor of its rate, which has a warm-up of its own."""
+    if backbone is None:
+        return 1.0
+    if backbone.join(pace.place(step) / pace.total):
+        progress.note(f"step {step}: the target is trained from here on, too")
+    return backbone.gain(pace.place(step), pace.total, config.warmup)
 
 
 def _parts(**parts: Any) -> dict[str, Any]:
@@ -272,13 +296,14 @@ def _exchange(model: nn.Module, accelerator: Accelerator, *, now: bool) -> Abstr
 
 
 def _update(
-    optimizer: Any, factor: float, head: nn.Module, average: AveragedModel | None, config: TrainingConfig, accelerator: Accelerator
-) -> str:
+    optimizer: Any, factor: float, gain: float, head: nn.Module, average: AveragedModel | None, config: TrainingConfig,
+    accelerator: Accelerator,
+) -> str:  # fmt: skip
     """Clip, step, average; why the update was left out ("": it was not)."""
-    trainable = [p for p in head.parameters() if p.requires_grad]
+    trainable = [p for group in optimizer.param_groups for p in group["params"]]
     finite = bool(torch.isfinite(accelerator.clip_grad_norm_(trainable, config.max_grad_norm)))
     if finite or accelerator.scaler is not None:  # in float16 the scaler leaves the update out itself, and lowers its scale
-        set_rates(optimizer, factor, config)
+        set_rates(optimizer, factor, config, gain=gain)
         optimizer.step()
     if finite and average is not None:
         average.update_parameters(head)
@@ -326,14 +351,15 @@ def _row_weights(batch: Batch, row_R: Tensor) -> Tensor:
 
 
 def _measure(
-    head: Any, average: AveragedModel | None, on_eval: Measure | None, save: Save, result: TrainResult, counts: Counts, step: int,
+    trainee: Trainee, average: AveragedModel | None, on_eval: Measure | None, save: Save, result: TrainResult, counts: Counts, step: int,
     seconds: float, accelerator: Accelerator, progress: Progress, *, last: bool,
 ) -> None:  # fmt: skip
     """Measure acceptance with the real generator on the main process, of the averaged weights where there are such, and keep the best
     head (and the last); then go back to training mode."""
-    chosen = head if average is None else average.module
+    chosen = trainee.head if average is None else average.module
     found: dict[str, Any] = {"measured_tau": None}
     if accelerator.is_main_process:
+        trainee.eval()
         chosen.eval()
         try:
             found = found if on_eval is None else _checked(on_eval(chosen))
@@ -344,7 +370,7 @@ def _measure(
             if last:
                 save(chosen, "last")
         finally:
-            head.train()
+            trainee.train()
     accelerator.wait_for_everyone()
     means = counts.means()
     point = {"step": step, "minutes": seconds / 60, "loss": means["loss"][0], "alpha": means["alpha"], "hit": means["hit"], **found}

@@ -6,7 +6,8 @@ token: rare tokens must stay slow), and the projections of the target's states a
 entries a hundred times larger than the rest, and a step of equal size along those drowns the others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from spectrain.config import TrainingConfig
 
 Many = tuple[Tensor, ...] | list[Tensor]
+ADAPTER_RATE = "lora.lr"
 OUTSIDE = ("fc", "lm_head", "embed_proj")  # matrices at a head's borders
 
 
@@ -48,8 +50,9 @@ class Together(torch.optim.Optimizer):
             part.load_state_dict(state_dict[name])
 
 
-def make_optimizer(head: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
-    """The optimizer of a head's trainable weights. Weight decay is for matrices alone: it would pull the scales of norms to zero."""
+def make_optimizer(head: nn.Module, config: TrainingConfig, adapter: Sequence[Tensor] = ()) -> torch.optim.Optimizer:
+    """The optimizer of a head's trainable weights, and of the weights of an adapter, at `lora.lr`. Weight decay is for matrices of the head
+    alone: it would pull the scales of norms to zero, and an adapter's weights say by how much the target changes."""
     named = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
     inner = [p for name, p in named if p.dim() == 2 and name.split(".")[0] not in OUTSIDE] if config.optimizer == "muon" else []
     taken = {id(p) for p in inner}
@@ -58,7 +61,7 @@ def make_optimizer(head: nn.Module, config: TrainingConfig) -> torch.optim.Optim
         {"params": some, "weight_decay": decay, "rate": "lr"}
         for some, decay in (([p for p in rest if p.dim() > 1], config.weight_decay), ([p for p in rest if p.dim() < 2], 0.0))
         if some
-    ]
+    ] + ([{"params": list(adapter), "weight_decay": 0.0, "rate": ADAPTER_RATE}] if adapter else [])
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True) if groups else None
     if not inner:
         assert adamw is not None
@@ -67,10 +70,10 @@ def make_optimizer(head: nn.Module, config: TrainingConfig) -> torch.optim.Optim
     return Together(muon=muon, **({} if adamw is None else {"adamw": adamw}))
 
 
-def set_rates(optimizer: torch.optim.Optimizer, factor: float, config: TrainingConfig) -> None:
-    """Give every group its own rate times `factor`."""
+def set_rates(optimizer: torch.optim.Optimizer, factor: float, config: TrainingConfig, *, gain: float = 1.0) -> None:
+    """Give every group its own rate times `factor`, and an adapter that times `gain`."""
     for group in optimizer.param_groups:
-        group["lr"] = getattr(config, group["rate"]) * factor
+        group["lr"] = attrgetter(group["rate"])(config) * factor * (gain if group["rate"] == ADAPTER_RATE else 1.0)
 
 
 def averaged(head: nn.Module, decay: float) -> AveragedModel:

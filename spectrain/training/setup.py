@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor
 
 from spectrain.config import HeadConfig, TrainingConfig
@@ -38,7 +38,11 @@ def open_accelerator(config: TrainingConfig, out: Path) -> Accelerator:
     return Accelerator(
         mixed_precision=config.mixed_precision, log_with=None if config.tracker == "none" else config.tracker, project_dir=out,
         cpu=not torch.cuda.is_available(),  # where the target is; several processes without CUDA find each other only if told
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=LONGEST_WAIT),
+            # An adapter has no gradients until it joins.
+            *([DistributedDataParallelKwargs(find_unused_parameters=True)] if config.lora else []),
+        ],
     )  # fmt: skip
 
 
@@ -197,6 +201,8 @@ def start_notes(config: HeadConfig, target: Target) -> list[str]:
     if config.hidden_size not in (None, target.config.hidden_size):
         width = f"head.hidden_size {config.hidden_size} is not the width {target.config.hidden_size} of {target.name}"
         return [f"the head's layers start at random: {width}; its axes are the main directions of the target's output rows"]
+    if "num_heads" in head_class(config.kind).settings:  # its num_layers are residual blocks; one decoder layer comes before them, or none
+        return last_layer(target)[1] if config.prefix else []
     above = config.num_layers - 1
     return last_layer(target)[1] + ([f"{above} layer(s) above the first start at random"] if above else [])
 

@@ -27,7 +27,7 @@ from spectrain.heads.losses import Counts
 PROJECT = "spectrain"
 FILE = "metrics.jsonl"
 PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",)}  # any of them will do
-TOLD = {"measured_tau": "measured tau", "sim_tau_chain": "simulated tau", "sim_tau_tree": "of a tree"}  # of a measured point, in a note
+TOLD = {"measured_tau": "measured tau", "sim_tau_chain": "simulated tau", "sim_tau_tree": "of a tree", "target_kl": "KL of the target"}
 
 
 def check_tracker(name: str) -> None:

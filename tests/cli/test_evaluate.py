@@ -14,9 +14,11 @@ import pytest
 from rich.console import Console
 
 from spectrain.cli.evaluate import Inexact, advice, check_exact, evaluate
+from spectrain.cli.trees import GivenTree
 from spectrain.config import EvaluationConfig, Suite
 from spectrain.data.formats import Prompt, read_jsonl
 from spectrain.decoding.generate import generate
+from spectrain.decoding.shapes import Tree
 from spectrain.evaluation import measure
 from spectrain.evaluation.measure import Records
 from spectrain.evaluation.metrics import speed_cell, tau_table
@@ -28,6 +30,7 @@ First = tuple[Path, dict[str, Any]]
 stage = importlib.import_module("spectrain.cli.evaluate")  # the package has a command of this name
 SHAPES = {"chain": 2, "ngram": 3, "tree_top_k": 2, "tree_depth": 2, "tree_budget": 4}
 CONFIG = {"suite": "eval/suites/tiny.yaml", "shapes": SHAPES, "batch_size": 3, "speed_prompts": 1, "speed_max_new_tokens": 5}
+PLACE = ("head chain", "tau")
 EXTRA = {"versions": {"spectrain": "0"}}
 
 
@@ -139,11 +142,16 @@ def test_figures_of_other_settings_are_kept(target: Target, head: Any, make_head
     bfloat16.model.bfloat16()
     others = [
         {"head": make_head(target, seed=1)}, {"head": None}, {"config": EvaluationConfig(**{**CONFIG, "speed_max_new_tokens": 6})},
+        {"config": EvaluationConfig(**{**CONFIG, "temperature": 0.5})}, {"config": EvaluationConfig(**{**CONFIG, "seed": 1})},
+        {"tree": GivenTree("f", Tree.static([[0]]), {})},
+        {"tree": GivenTree("f", Tree.static([[0], [1]]), {})},
         {"config": EvaluationConfig(**{**CONFIG, "shapes": {**SHAPES, "chain": 3}})}, {"suite": suite.model_copy(update={"version": 2})},
         {"prompts": [replace(prompt, turns=("w10",))]}, {"prompts": [prompt, prompt]}, {"target": bfloat16},
     ]  # fmt: skip
     keys = [stage._key(**{**base, **changes}) for changes in ({}, *others)]
     assert len(set(keys)) == len(keys) and stage._key(**base) == keys[0] == stage._key(**{**base, "head": make_head(target)})
+    named = {"config": EvaluationConfig(**{**CONFIG, "tree": "elsewhere.json"}), "tree": GivenTree("g", Tree.static([[0]]), {})}
+    assert stage._key(**{**base, **named}) == stage._key(**{**base, "tree": GivenTree("f", Tree.static([[0]]), {})})
 
 
 def test_costs_of_another_head_are_kept(first: First, run: Run, head: Any, idle: list[str], tmp_path: Path) -> None:
@@ -213,6 +221,25 @@ def test_stopped_evaluation_starts_over(run: Run, head: Any, tmp_path: Path, mon
     report = run(tmp_path, head)
     assert sum(calls[7:]) == 4 * 5 - found + 4 + 4 * 2  # what tau lacked, four warm-ups, two timed prompts of four arms
     assert all(cell["equal"] == 7 for cell in report["exactness"].values())
+
+
+def test_draws_are_measured_as_greedy_answers(first: First, run: Run, head: Any, tmp_path: Path, idle: list[str]) -> None:
+    """At temperature 1: the best rule for each draft, no comparison with plain decoding but a word why, and no draw twice."""
+    report = run(tmp_path, head, temperature=1.0, batch_size=2)
+    rules = {arm["name"]: (arm["rule"], arm["law"]) for arm in report["arms"]}
+    point = ("point_mass", "point_mass")
+    assert [rules[name] for name in ("plain", "n-gram", "head chain", "head tree")] == [("none", "none"), point, ("block", "iid"), point]
+    assert report["settings"]["temperature"] == 1.0 and report["exactness"] == {}
+    check_exact(report)
+    assert "answers are not compared" in " ".join(report["notes"]) and parse_report(report).sampled
+    measured = list(idle)
+    assert measured.count("_with_transformers") == 2 + 1
+    again = run(tmp_path, head, temperature=1.0, batch_size=2)
+    assert idle == measured and without_time(again) == without_time(report)
+    (key,) = {row["key"] for _, row in read_jsonl(tmp_path / "records.jsonl")}
+    chain = {i: r.tokens for (arm, mode, i), r in Records(tmp_path / "records.jsonl", key).found.items() if (arm, mode) == PLACE}
+    greedy = Records(first[0] / "records.jsonl", next(row["key"] for _, row in read_jsonl(first[0] / "records.jsonl"))).found
+    assert len(chain) == 5 and all(greedy[(*PLACE, i)].tokens != tokens for i, tokens in chain.items())
 
 
 ARMS = [{"name": "plain", "drafter": "none"}, {"name": "n-gram", "drafter": "n-gram"}, {"name": "tree", "drafter": "Eagle3"}]

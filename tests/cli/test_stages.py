@@ -13,6 +13,10 @@ from spectrain.cli import stages
 from spectrain.config import Recipe, TrainingConfig, load_config
 from spectrain.data.formats import Message, read_conversations
 from spectrain.data.rows import Row
+from spectrain.decoding.generate import generate
+from spectrain.decoding.shapes import Chain
+from spectrain.drafters.from_head import HeadDrafter
+from spectrain.heads.base import HEADS, LAST, head_class
 from spectrain.target.model import Target
 from spectrain.training import setup
 
@@ -156,3 +160,36 @@ def test_package_without_a_model_is_a_traceback() -> None:
     for name in ("json", "no_such_package"):
         with pytest.raises(ValueError, match=f"no GGUF file in the Python package {name}; install it with: pip install"):
             stages._package_gguf(name)
+
+
+def _settings(kind: str) -> list[str]:
+    steps = ["head.num_heads=2"] if "num_heads" in head_class(kind).settings else []
+    states = [] if head_class(kind).default_layer_ids(99) == (LAST,) else ["head.layer_ids=[1,2]"]
+    return [f"head.kind={kind}", "training.ttt_steps=2", "training.epochs=1", *steps, *states]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_stages_make_every_kind_of_head(project: Path, target: Target, tmp_path: Path, kind: str) -> None:
+    """Rows, states, training and the saved head, whose answers are plain decoding's; a store of the last state serves all kinds that
+    read it, and none that reads others."""
+    recipe, told = load_config(Recipe, project / "recipes/tiny.yaml", _settings(kind)), []
+    file = write(tmp_path / "answers.jsonl", [said(i, d, answer="w10 w11 w12 w13 w14 w15") for d in ("red", "blue") for i in range(6)])
+    data = stages.make_rows(recipe, target, file, tmp_path)
+    accelerator = setup.open_accelerator(recipe.training, tmp_path)
+    samples = stages.capture_states(recipe, target, data, tmp_path, accelerator, told.append)
+    result, _ = stages.run_training(recipe, target, data, samples, tmp_path, accelerator, told.append)
+    head = stages.open_head(tmp_path / "head", target)
+    assert json.loads((tmp_path / "head/config.json").read_text())["head"] == kind and result.steps > 2 and result.best >= 1
+    assert samples.layer_ids == head.layer_ids and head.max_depth in (None, 2)
+    prompts = [row.prompt_ids for row in data.validation]
+    found, plain = (generate(target, prompts, drafter=d, shape=Chain(2), max_new_tokens=8) for d in (HeadDrafter(head), None))
+    assert [row.tokens for row in found.rows] == [row.tokens for row in plain.rows] and any(row.rounds for row in found.rows)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "states").iterdir()}
+    for other in HEADS:
+        asked = load_config(Recipe, project / "recipes/tiny.yaml", _settings(other))
+        if setup.layer_ids(asked.head, target) == head.layer_ids:
+            stages.capture_states(asked, target, data, tmp_path, accelerator, told.append)
+        else:
+            with pytest.raises(ValueError, match="is a store with layer_ids = "):
+                stages.capture_states(asked, target, data, tmp_path, accelerator, told.append)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "states").iterdir()} == before

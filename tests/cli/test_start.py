@@ -10,6 +10,10 @@ import yaml
 from safetensors.torch import load_file
 
 from spectrain.cli.quickstart import quickstart
+from spectrain.cli.start import open_start
+from spectrain.config import HeadConfig, Recipe, TrainingConfig
+from spectrain.heads.base import save_head
+from spectrain.training.setup import new_head
 
 Cli = Callable[..., Any]
 
@@ -50,6 +54,26 @@ def test_start_is_found_missing_after_the_answers(train: Cli, trained: Path, tmp
     assert told.startswith(f"error: head.start: no folder {tmp_path / 'none'}; give a head directory such as ")
     assert train(f"head.start={trained}").stderr == f"error: {trained} is the folder of a run; its best head is {trained / 'head'}\n"
     assert not list((tmp_path / "run").rglob("*"))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_number_of_heads_of_a_start_is_not_its_own(make_target, tmp_path: Path, kind: str) -> None:
+    """Heads, blocks and outputs are the start's; test-time steps that are not as many are refused before the long work."""
+    target, told = make_target(), []
+    config = HeadConfig(kind=kind, num_heads=3, num_layers=2, draft_vocab_size=50, shared_output=kind == "medusa", prefix=kind == "medusa")
+    head = new_head(config, target, [], seed=0, counts_V=torch.arange(100))
+    save_head(head, tmp_path / "head", run_yaml="", made_with={"target": "tiny", **target.fingerprints})
+    values = {"name": "x", "target": {"name": "tiny"}, "data": {"rows": "rows"}, "training": {"ttt_steps": 3}}
+    recipe = Recipe(**values, head={"kind": kind, "start": str(tmp_path / "head"), "num_heads": 3, "num_layers": 1})
+    found, start = open_start(recipe, target, told.append)
+    of_head = ("num_heads", "num_layers", "draft_vocab_size", "shared_output", "prefix")
+    assert all(getattr(found.head, name) == getattr(config, name) for name in of_head)
+    assert len(told) == 1 and "head.num_layers is 2, as in" in told[0]
+    again = new_head(found.head, target, [], seed=1, start=start)
+    assert all(torch.equal(t, again.state_dict()[n]) for n, t in head.state_dict().items())
+    other = recipe.model_copy(update={"training": TrainingConfig(ttt_steps=4)})
+    with pytest.raises(ValueError, match=f"ttt_steps 4, and a {kind} head of head.num_heads 3.*ttt_steps=3"):
+        open_start(other, target, told.append)
 
 
 @pytest.mark.parametrize("command", ["generate", "export"])

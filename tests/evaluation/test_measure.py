@@ -17,6 +17,7 @@ from spectrain.decoding.shapes import Chain, Tree
 from spectrain.evaluation import measure
 from spectrain.evaluation.measure import (
     Arm,
+    Draws,
     Exactness,
     Record,
     Records,
@@ -187,8 +188,8 @@ def test_second_measurement_differs_from_the_first(target: Target, make_head: Ca
     assert found[0] == found[2] and [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
 
 
-def test_arm_is_described_as_another() -> None:
-    tree = Arm("t", object(), Tree.dynamic(top_k=4, depth=5, budget=15), "Eagle3")  # type: ignore[arg-type]
+def test_arm_is_described_as_another(scripted: Any) -> None:
+    tree = Arm("t", scripted(lambda ids: []), Tree.dynamic(top_k=4, depth=5, budget=15), "Eagle3")
     described = tree.describe()
     assert described["shape"] == "tree k=4 d=5 n=15"
     assert [described[key] for key in ("name", "drafter", "depth", "width", "budget", "rule")] == ["t", "Eagle3", 5, 4, 15, "greedy"]
@@ -272,6 +273,23 @@ def suite(folder: Path, prompts: dict[str, int], rows: dict[str, list[dict[str, 
     return Suite(**{**settings, **changes})
 
 
+def test_draw_depends_on_its_batch(target: Target, tmp_path: Path) -> None:
+    """At temperature 1 a prompt's tokens are those of its id and the seed, in any batch and alone, for tau and for speed."""
+    found = []
+    for size, seed in ((5, 0), (2, 0), (2, 1)):
+        records = Records(tmp_path / f"{size}{seed}.jsonl", "k")
+        measure_tau(target, PLAIN, PROMPTS, records, max_new_tokens=5, batch_size=size, draws=Draws(1.0, seed))
+        found.append(answers(records))
+    assert found[0] == found[1] and all(a[1] != b[1] for a, b in zip(found[0], found[2], strict=True))
+    speeds, state = Records(tmp_path / "s.jsonl", "k"), torch.random.get_rng_state()
+    measure_speed(target, [PLAIN], PROMPTS[:2], speeds, max_new_tokens=5, baseline=True, draws=Draws(1.0))
+    assert torch.equal(state, torch.random.get_rng_state()), "the baseline's draws moved the global generator"
+    assert [r.tokens for r in speeds.of("plain", "speed", PROMPTS[:2])] == [tokens for _, tokens, _ in found[0][:2]]
+    greedy = generate(target, [p.chat for p in PROMPTS[:2]], max_new_tokens=5).rows
+    assert all(r.tokens != g.tokens for r, g in zip(speeds.of("transformers", "speed", PROMPTS[:2]), greedy, strict=True))
+    assert Draws(0.0).of(PROMPTS) == {}
+
+
 ROWS = [{"id": f"r{i}", "prompt": "w9 " * (1 + i % 2)} for i in range(12)] + [{"id": "long", "prompt": "w9 " * 30}]
 
 
@@ -284,6 +302,14 @@ def test_choice_of_prompts_moves(target: Target, tmp_path: Path) -> None:
     assert more["a"][:5] == chosen["a"] and "long" not in {p.id for p in more["a"]}
     other = suite_prompts(suite(tmp_path, {"a": 5}, {"a": ROWS}, seed=1), target, tmp_path)
     assert {p.id for p in other["a"]} != {p.id for p in chosen["a"]}
+
+
+def test_suites_share_a_prompt(target: Target, tmp_path: Path) -> None:
+    """One that passes over as many as the other takes."""
+    first, rest = (suite_prompts(suite(tmp_path, {"a": 6}, {"a": ROWS}, skip=skip), target, tmp_path)["a"] for skip in (0, 6))
+    assert len({p.id for p in first} | {p.id for p in rest}) == 12
+    with pytest.raises(ValueError, match="wants 6 a prompts after the first 7 of at most 12 tokens, 12 fit"):
+        suite_prompts(suite(tmp_path, {"a": 6}, {"a": ROWS}, skip=7), target, tmp_path)
 
 
 def test_fewer_prompts_than_wanted_are_taken(target: Target, tmp_path: Path) -> None:

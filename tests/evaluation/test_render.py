@@ -1,6 +1,7 @@
 """The report's three forms, on an invented report: no number here was ever measured."""
 
 import copy
+import io
 import json
 import os
 import re
@@ -219,6 +220,30 @@ def test_every_number_is_on_the_page_and_in_the_markdown() -> None:
     for number in shown_numbers(report):
         assert number in words, number
         assert number in markdown, number
+
+
+def test_tau_of_draws_stands_without_rule_and_temperature() -> None:
+    """Above temperature 0 every τ of a drafted arm is shown with its rule and temperature, and nothing is said to be exact."""
+    report = invented_report()
+    assert "T=" not in render_markdown(report) + render_html(report)
+    report["settings"]["temperature"] = 0.8
+    for arm, rule in zip(report["arms"][1:], ("point_mass", "block", "point_mass"), strict=True):
+        arm["rule"] = rule
+    report["exactness"] = {}
+    text, page = render_markdown(report), re.sub(r"<[^>]*>", "", render_html(report))
+    for table in markdown_tables(text)[:5]:
+        arm = 1 if table[0][0] == "domain" else 0
+        assert table[0][arm] == "arm"
+        told = {"plain (T=0.8)", "n-gram (point_mass, T=0.8)", "head chain (block, T=0.8)", "head tree (point_mass, T=0.8)"}
+        assert {row[arm] for row in table[2:]} <= told
+    for words in (text, page):
+        assert "Draws at temperature 0.8 are not compared with plain decoding" in words and "answers are those of plain" not in words
+    assert page.count("block · T=0.8") == 1 and "Exactness" not in text
+    console = Console(width=100, record=True, file=io.StringIO())
+    for drawn in terminal_table(report):
+        console.print(drawn)
+    shown = console.export_text()
+    assert shown.count("T=0.8") == 3 and shown.count("point_mass") == 2 and shown.count("block") == 1
 
 
 def test_advice_comes_before_numbers() -> None:

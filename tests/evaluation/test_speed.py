@@ -31,6 +31,22 @@ def test_units_of_the_costs_are_mixed_up(target: Target, make_head: Callable[...
     assert costs == Costs(seconds=2.0, v=(1.0, 1.5, 2.0, 2.5), c=0.75)
 
 
+def test_sizes_between_are_guessed_wrongly(target: Target, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the named sizes are timed, 1 always; between them costs lie on a line."""
+    passes: list[int] = []
+    forward = Target.forward
+    monkeypatch.setattr(Target, "forward", lambda self, ids, **kw: (passes.append(ids.shape[1]), forward(self, ids, **kw))[1])
+
+    def timed(run: Callable[[], None], device: Any) -> float:
+        passes.clear()
+        run()
+        return {1: 1.0, 3: 2.0, 7: 4.0}[passes[0]] if passes else 1.0
+
+    monkeypatch.setattr(speed, "_timed", timed)
+    costs = measure_costs(target, HeadDrafter(make_head(target)), context=9, sizes=(7, 3), repeats=1)
+    assert costs.v == (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
+
+
 def test_measuring_changes_the_answers(target: Target, make_head: Callable[..., Any]) -> None:
     """CA2: the same answer and the same accepted lengths before and after; costs are positive numbers."""
     head = HeadDrafter(make_head(target))

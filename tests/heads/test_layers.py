@@ -1,4 +1,4 @@
-"""Rotary positions, norm and MLP of the heads against transformers' own."""
+"""Rotary positions, norm and MLP of the heads against transformers' own; residual blocks."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from spectrain.heads.eagle3 import Eagle3
-from spectrain.heads.layers import GatedMLP, RMSNorm, rotary_frequencies, rotary_table, rotate
+from spectrain.heads.layers import GatedMLP, ResidualBlock, RMSNorm, newest, rotary_frequencies, rotary_table, rotate
 from spectrain.target.model import Target
 
 LLAMA3 = {
@@ -88,3 +88,23 @@ def test_norm_and_mlp_are_not_the_targets(dtype: torch.dtype) -> None:
         )
         my_mlp.load_state_dict(their_mlp.state_dict())
         assert torch.equal(my_mlp(x), their_mlp(x))
+
+
+@torch.no_grad()
+def test_residual_block_is_not_medusas() -> None:
+    """x + silu(W x + b), at first x itself; of several widths the residual is a projection."""
+    block, x = ResidualBlock(6), torch.randn(5, 6)
+    assert torch.equal(block(x), x)
+    block.linear.weight.normal_()
+    block.linear.bias.normal_()
+    z = x @ block.linear.weight.T + block.linear.bias
+    torch.testing.assert_close(block(x), x + z / (1 + (-z).exp()))
+    wide, y = ResidualBlock(6, inputs=3), torch.randn(5, 18)
+    torch.testing.assert_close(wide(y), y @ wide.res_connection.weight.T + wide.res_connection.bias)
+
+
+@torch.no_grad()
+def test_newest_of_a_row_is_another() -> None:
+    x_BNH, before_B1H = torch.arange(24.0).reshape(3, 4, 2), torch.full((3, 1, 2), -1.0)
+    assert newest(x_BNH, torch.tensor([4, 1, 0]), before_B1H).tolist() == [[[6.0, 7.0]], [[8.0, 9.0]], [[-1.0, -1.0]]]
+    assert newest(x_BNH, torch.tensor([2, 3, 1]), None)[:, 0, 0].tolist() == [2.0, 12.0, 16.0]

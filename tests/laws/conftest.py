@@ -10,14 +10,19 @@ Legend: R worlds, C cases (pairs of p and q), S states (the last two tokens), O 
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from spectrain.config import HeadConfig
 from spectrain.decoding.accept import accept
 from spectrain.decoding.sampling import draw_children
 from spectrain.decoding.tree import DraftTree, drop_nodes
+from spectrain.heads.base import LAST, head_class
+from spectrain.target.model import Target
+from spectrain.training.setup import new_head
 
 LONGEST_SCRIPT, SMALLEST, CHUNK, TOKENS = 64, 1e-15, 60_000, 3
 
@@ -225,3 +230,22 @@ def make_pair() -> type[Pair]:
 @pytest.fixture(scope="session")
 def make_setting() -> type[Setting]:
     return Setting
+
+
+@pytest.fixture(scope="session")
+def random_head(make_head: Callable[..., Any]) -> Callable[..., Any]:
+    """random_head(kind, target, draft_vocab=3): a head of a kind in `HEADS` with laws of its own, over every id or only the first ones."""
+
+    def make(kind: str, target: Target, *, draft_vocab: int = 3) -> Any:
+        if head_class(kind).default_layer_ids(99) != (LAST,):
+            return make_head(target, draft_vocab=draft_vocab, layer_ids=(0, 1))
+        config = HeadConfig(kind=kind, draft_vocab_size=draft_vocab, init_layer="random", num_heads=3)
+        head = new_head(config, target, (), seed=0, counts_V=torch.arange(target.vocab_size, 0, -1))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for weight in head.parameters():
+                if weight.dim() == 2:  # blocks that begin at zero, and an output that says what the target says
+                    weight.add_(0.5 * torch.randn(weight.shape, generator=generator))
+        return head.eval()
+
+    return make

@@ -15,11 +15,14 @@ from transformers import PreTrainedTokenizerFast
 from spectrain.decoding.generate import RowResult, generate
 from spectrain.decoding.policies import Adaptive
 from spectrain.decoding.shapes import Chain, Tree
+from spectrain.drafters import from_head
 from spectrain.drafters.from_head import HeadDrafter
+from spectrain.drafters.grow import grow
 from spectrain.drafters.hybrid import Hybrid
 from spectrain.drafters.lookup import NGram
 from spectrain.drafters.small_model import SmallModel
 from spectrain.drafters.suffix import Suffix
+from spectrain.heads.base import HEADS
 from spectrain.target.model import Target
 from spectrain.yields import Costs
 
@@ -70,6 +73,32 @@ def chi_square(rows: list[RowResult], *, temperature: float = 1.0, penalties: di
     counts = torch.bincount(torch.tensor([(a * V + b) * V + c for a, b, c in (row.tokens for row in rows)]), minlength=V**3)
     wanted = exact(temperature, penalties or {}) * ROWS
     return float(((counts - wanted) ** 2 / wanted).sum())
+
+
+HEAD_SHAPES = [
+    ("block", Chain(3)), ("traversal", Tree.static(BUSH)), ("multidraft", Tree.static([[0], [1], [2]])),
+    ("point_mass", Tree.dynamic(2, 3, 5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("rule, shape", HEAD_SHAPES, ids=str)
+def test_head_changes_the_law(target: Target, random_head, kind: str, rule: str, shape) -> None:
+    """Every family, sampled children with their true law as well as top-k."""
+    assert chi_square(sample(target, HeadDrafter(random_head(kind, target)), shape, rule=rule)) < LIMIT
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_law_of_another_draft_passes_for_the_heads(target: Target, random_head, monkeypatch, kind: str) -> None:
+    """Negative control: a head that draws from its law and tells another one is found out."""
+
+    def another(*arguments):
+        tree = grow(*arguments)
+        return replace(tree, q_BNV=torch.full_like(tree.q_BNV, 1 / V))
+
+    monkeypatch.setattr(from_head, "grow", another)
+    rows = sample(target, HeadDrafter(random_head(kind, target)), Chain(2), rule="rejection")
+    assert chi_square(rows) > 1.5 * LIMIT
 
 
 @pytest.fixture(scope="module")

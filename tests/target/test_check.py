@@ -83,6 +83,23 @@ def test_wrong_states_are_trained_on(target: Target, make_target, tmp_path: Path
         check_store(store, target)
 
 
+def test_last_state_that_a_head_reads_is_trained_on_before_its_norm(make_target, tmp_path: Path) -> None:
+    """FC1 for heads that read the last state: it is checked as hidden states are, and named; so is one kept as a hidden state."""
+    target, out = make_target(seed=4), tmp_path / "s"
+    target.model.model.norm.weight.copy_(torch.linspace(0.5, 3, 32))
+    capture(ROWS, target, (-1,), out, CONFIG)
+    assert 0 < check_store(FeatureStore(out, ROWS), target).errors[0] < 0.012
+    manifest = (out / "manifest.json").read_text()
+    for claimed, found, kept in ((-1, 3, r"the last state .*, it is hs\[3\]"), (3, -1, r"hs\[3\] .*, it is the last state")):
+        (out / "manifest.json").write_text(json.dumps({**json.loads(manifest), "layer_ids": [claimed]}))
+        other = tmp_path / f"other{found}"
+        capture(ROWS, target, (found,), other, CONFIG)
+        for path in other.glob("rows-*"):
+            path.replace(out / path.name)
+        with pytest.raises(ValueError, match=f"what is kept as {kept}"):
+            check_store(FeatureStore(out, ROWS), target)
+
+
 def capture_states(target: Target, row: Row) -> torch.Tensor:
     from spectrain.target.features import capture_row
 

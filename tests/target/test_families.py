@@ -107,6 +107,13 @@ def test_plain_decoding_is_not_the_models_own(name: str, family, answers) -> Non
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_last_state_of_a_head_is_not_what_the_output_layer_reads(name: str, family) -> None:
+    ids_BN = torch.arange(22).reshape(2, 11) + 7
+    out = family(name).forward(ids_BN, positions_BN=torch.arange(11).expand(2, -1), mask=None, cache=None, layer_ids=(1, -1))
+    assert torch.equal(out.states_BNF[..., 32:], out.last_BKW) and not torch.equal(out.states_BNF[..., :32], out.last_BKW)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(2, 3)], ids=["together", "alone"])
 def test_chain_that_is_partly_right_changes_the_answer(name: str, rows: slice, family, answers) -> None:
     texts = texts_of(answers(name))

@@ -79,6 +79,26 @@ def test_stored_states_are_not_the_targets(kind: str, worst: float, target: Targ
         assert sample.best_M.tolist() == logits_MV.argmax(-1).tolist() and sample.best_M.dtype == torch.int64
 
 
+@pytest.mark.parametrize(("kind", "worst"), [("bf16", 2**-8), ("int8", 0.012)])
+def test_last_states_that_a_head_reads_are_not_those_of_the_law(kind: str, worst: float, target: Target, eager, tmp_path: Path) -> None:
+    """A store of the last state, and the same states computed while training: transformers' own at every token that can be read, and at
+    supervised ones those that the law is made of."""
+    rows = make_rows()
+    capture(rows, target, (-1,), tmp_path / "s", CONFIG.model_copy(update={"states": kind, "last": kind}))
+    store, online = FeatureStore(tmp_path / "s", rows), OnlineFeatures(target, rows, (-1,), CONFIG)
+    assert store.layer_ids == (-1,)
+    for i, row in enumerate(rows):
+        ids_1L, at_M = torch.from_numpy(row.ids_L.astype(np.int64))[None], torch.from_numpy(np.flatnonzero(row.mask_L))
+        with torch.no_grad():
+            theirs = eager(target).model(input_ids=ids_1L, use_cache=False).last_hidden_state[0]
+        K = readable(row)
+        for sample, most in ((store[i], worst), (online[i], 1e-5)):
+            ours, last = sample.states.float(), sample.last.float()
+            assert ours.shape == (len(row), 32) and not ours[K:].any()
+            assert not K or ((ours[:K] - theirs[:K]).norm(dim=-1) / theirs[:K].norm(dim=-1)).max() < most
+            assert torch.equal(ours[at_M[at_M < K]], last[at_M < K])
+
+
 def test_batch_is_not_its_samples(store: FeatureStore) -> None:
     for numbers in ([0], [3, 4, 5, 6], [8, 0, 7, 5], [7], [2, 2]):
         batch, expected = store.batch(numbers), collate([store[i] for i in numbers])

@@ -37,6 +37,18 @@ def test_last_layers_state_is_normed_or_the_last_state_is_not(target: Target, ea
     torch.testing.assert_close(out.last_BKW @ target.output_VW.T, out.logits_BKV, atol=1e-4, rtol=1e-4)
 
 
+def test_last_state_of_a_head_is_not_what_the_output_layer_reads(target: Target) -> None:
+    """At every position and beside other layers, also where logits are asked of the last one alone."""
+    every = whole(target, ())
+    for kept, length in ((0, 6), (1, 1), (torch.tensor([1, 4]), 2)):
+        for layer_ids in ((-1,), (-1, 1), (2, -1, 0)):
+            out = whole(target, layer_ids, logits_to_keep=kept)
+            own = dict(zip(layer_ids, out.states_BNF.chunk(len(layer_ids), dim=-1), strict=True))
+            assert torch.equal(own[-1], every.last_BKW) and out.logits_BKV.shape[1] == length
+            assert all(torch.equal(x, whole(target, (i,)).states_BNF) for i, x in own.items())
+    torch.testing.assert_close(every.logits_BKV, whole(target, (-1,)).states_BNF @ target.output_VW.T, atol=1e-4, rtol=1e-4)
+
+
 def test_logits_of_chosen_positions_are_shifted(target: Target) -> None:
     every = whole(target, ())
     some = whole(target, (1,), logits_to_keep=torch.tensor([1, 4]))

@@ -38,6 +38,17 @@ def test_blocked_copy_owns_its_weights_or_changes_the_model(wide: Target) -> Non
     assert set(copy.state_dict()) == set(wide.model.state_dict())
 
 
+def test_last_state_of_a_blocked_pass_is_another(wide: Target) -> None:
+    """What a head reads as the last state is what the output layer reads, at every position of every copy of the target."""
+    ids_BL, found = torch.arange(22).reshape(2, 11), []
+    for mode in ("eager", "blocked"):
+        target = passes_of(wide, mode, rows=2, nodes=11, strict=True).of(2, 11)
+        out = target.forward(ids_BL, positions_BN=torch.arange(11).expand(2, -1), mask=None, cache=None, layer_ids=(-1,))
+        assert torch.equal(out.states_BNF, out.last_BKW)
+        found.append(out.states_BNF)
+    assert torch.allclose(*found, atol=1e-4)
+
+
 def test_weights_that_do_not_divide_are_cut(make_target) -> None:
     odd = make_target(vocab=100)
     assert not any(isinstance(m, BlockedLinear) and m.weight.shape[0] % 32 for m in blocked(odd.model).modules())
@@ -127,8 +138,9 @@ def test_compiled_logits_and_states_differ(wide: Target) -> None:
         positions = cache.stage(5)
         line_BNN = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 5, 5)
         out = target.forward(
-            ids_BL[:, 6:], positions_BN=positions, mask=target.masks(cache, line_BNN), cache=cache, layer_ids=(0, 1, 2, 3)
+            ids_BL[:, 6:], positions_BN=positions, mask=target.masks(cache, line_BNN), cache=cache, layer_ids=(0, 1, 2, 3, -1)
         )
+        assert torch.equal(out.states_BNF[..., -64:], out.last_BKW)
         found.append((out.logits_BKV, out.states_BNF, torch.cat(cache.keys)[:, :, :9]))
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)

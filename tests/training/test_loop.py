@@ -332,6 +332,43 @@ def test_average_is_not_what_is_measured_and_kept(target: Target, samples: Sampl
     assert not torch.allclose(measured[0]["fc.weight"], after[-1]["fc.weight"], atol=1e-4)
 
 
+@pytest.mark.parametrize("packing", [None, 64])
+def test_noise_reaches_the_labels_or_another_row(target: Target, samples: Samples, monkeypatch, packing: int | None) -> None:
+    """Uniform of width noise * 512 / tokens of the row, by row whatever line it stands in; labels stay; none out of training mode."""
+    head, read, labels = fresh(target, samples), [], []
+    outputs, unrolled, config = head.outputs, loop.unrolled_loss, replace_config(noise=0.2, packing=packing)
+    monkeypatch.setattr(head, "outputs", lambda batch, *rest, **more: (read.append(batch), outputs(batch, *rest, **more))[1])
+    monkeypatch.setattr(loop, "unrolled_loss", lambda steps, given, *rest: (labels.append(given), unrolled(steps, given, *rest))[1])
+    trainee = Trainee(head, config, embed_VW=target.embedding_VW.detach(), output_VW=target.output_VW.detach())
+    work = _work(samples, [[0, 1], [2]] if packing else [[0], [1], [2]], config, torch.device("cpu"))
+    trainee(work)
+    error_BLF = read[0].states_BLF - work.batch.states_BLF
+    line_first = [(0, 0), (0, 23), (1, 0)] if packing else [(0, 0), (1, 0), (2, 0)]
+    for (line, first), length in zip(line_first, (23, 22, 25), strict=True):
+        at = line, slice(first, first + length)
+        reach = 0.2 * 512 / length / 2
+        assert 0.99 * reach < float(error_BLF[at].max()) <= reach * 1.001 and -0.99 * reach > float(error_BLF[at].min()) >= -reach * 1.001
+        assert float(error_BLF[at].std()) == pytest.approx(reach / 3**0.5, rel=0.05)
+    assert torch.equal(labels[0].last_PW, work.batch.last_PW) and torch.equal(read[0].mask_BL, work.batch.mask_BL)
+    trainee.eval()
+    trainee(work)
+    assert read[1] is work.batch
+
+
+def test_noise_of_a_resumed_run_is_another(target: Target, samples: Samples, tmp_path: Path, monkeypatch) -> None:
+    config = replace_config(epochs=2, noise=0.05)
+    whole, parts, plain = (fresh(target, samples) for _ in range(3))
+    run(whole, samples, target, tmp_path / "whole", config)
+    run(plain, samples, target, tmp_path / "plain", replace_config(epochs=2))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        BY_HAND["stop_after"](patch, 2)
+        run(parts, samples, target, tmp_path / "parts", config)
+    parts = fresh(target, samples)
+    run(parts, samples, target, tmp_path / "parts", config)
+    assert_same(weights(parts), weights(whole))
+    assert not torch.allclose(weights(whole)["fc.weight"], weights(plain)["fc.weight"], atol=1e-4)
+
+
 class Scaled(Accelerator):
     """float32 on the CPU with the scaler of float16 (accelerate gives one on a GPU only). Scales above `largest` overflow."""
 

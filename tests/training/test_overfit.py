@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spectrain.config import CaptureConfig, TrainingConfig
+from spectrain.config import CaptureConfig, HeadConfig, TrainingConfig
 from spectrain.data.batches import Batch
 from spectrain.data.codes import Codes
 from spectrain.decoding.generate import generate
@@ -23,23 +23,55 @@ from spectrain.drafters.from_head import HeadDrafter
 from spectrain.target.capture import capture
 from spectrain.target.features import FeatureStore, OnlineFeatures
 from spectrain.target.model import Target
+from spectrain.training.setup import layer_ids, new_head
 
 BY_HAND = runpy.run_path(str(Path(__file__).with_name("by_hand.py")))
 PROMPT, ANSWER, K = [7, 12, 9, 33], 25, 4
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_layers": 2, "norm_output": True}], ids=["eagle-3", "two layers, norm_output"])
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle-3": {"layer_ids": BY_HAND["LAYERS"]},
+    "two layers, norm_output": {"layer_ids": BY_HAND["LAYERS"], "num_layers": 2, "norm_output": True},
+    "medusa": {"kind": "medusa", "num_heads": K},
+    "medusa, shared output": {"kind": "medusa", "num_heads": K, "num_layers": 2, "shared_output": True},
+    "hydra": {"kind": "hydra", "num_heads": K},
+    "hydra, no prefix": {"kind": "hydra", "num_heads": K, "num_layers": 2, "prefix": False},
+    "eagle": {"kind": "eagle"},
+}
+
+
+@pytest.mark.parametrize("changes", HEADS.values(), ids=HEADS)
 def test_conversation_learnt_by_heart_is_not_drafted(target: Target, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Learnt with K test-time steps, chains of K drafts are accepted whole in every round but the last, which the answer's end cuts."""
     plain = generate(target, [PROMPT], max_new_tokens=ANSWER, eos=None).rows[0].tokens
-    samples = OnlineFeatures(target, [BY_HAND["row_of"](PROMPT, plain)], BY_HAND["LAYERS"])
-    head = BY_HAND["fresh"](target, samples, draft_vocab_size=len(set(plain)), **changes)
-    config = TrainingConfig(epochs=140, ttt_steps=K, lr=1e-2, warmup=0.1, eval_steps=1000)
-    result = BY_HAND["run"](head, samples, target, tmp_path, config)
+    config = HeadConfig(**{**changes, "init_layer": "random", "draft_vocab_size": len(set(plain))})
+    rows = [BY_HAND["row_of"](PROMPT, plain)]
+    samples = OnlineFeatures(target, rows, layer_ids(config, target))
+    head = new_head(config, target, rows, seed=0)
+    training = TrainingConfig(epochs=140, ttt_steps=K, lr=1e-2, warmup=0.1, eval_steps=1000)
+    result = BY_HAND["run"](head, samples, target, tmp_path, training)
     assert result.history[0]["hit"][0] < 1 and len(set(plain)) > 15
     row = generate(target, [PROMPT], drafter=HeadDrafter(head.eval()), shape=Chain(K), max_new_tokens=ANSWER, eos=None).rows[0]
     assert row.tokens == plain and [r.drafted for r in row.rounds[:-1]] == [K] * 4
     assert [r.committed for r in row.rounds] == [K + 1] * 4 + [K]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own doing
+@pytest.mark.parametrize("name", ["eagle", "medusa", "hydra", "hydra, no prefix"])
+def test_settings_that_change_no_result_do(target: Target, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers (by a backend that runs the graph as it is), activations made again, lines of several documents; beside Muon."""
+    compile_as_usual = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **kwargs: compile_as_usual(call, backend="eager", **kwargs))
+    config, rows = HeadConfig(**HEADS[name], draft_vocab_size=60), BY_HAND["random_rows"](6)
+    samples, steps = OnlineFeatures(target, rows, layer_ids(config, target)), BY_HAND["watch_steps"](monkeypatch)
+    same = {"ttt_steps": K, "epochs": 4, "optimizer": "muon", "ema": 0.9, "tokens_per_step": 1000}
+    for n, changes in enumerate(({}, {"packing": 64, "checkpointing": True, "compile": True})):
+        head = new_head(config, target, rows, seed=0)
+        start = BY_HAND["weights"](head)
+        BY_HAND["run"](head, samples, target, tmp_path / str(n), TrainingConfig(**same, **changes))
+        assert all(not torch.equal(start[name], p) for name, p in head.named_parameters())
+    assert len(steps) == 8 and steps[3]["loss"] < steps[2]["loss"] < steps[0]["loss"]
+    assert [s["loss"] for s in steps[:4]] == pytest.approx([s["loss"] for s in steps[4:]], rel=1e-4)
 
 
 class Rounded(OnlineFeatures):
