@@ -72,7 +72,8 @@ def _how(report: Mapping[str, Any]) -> str:
 
 
 def _training(report: Mapping[str, Any]) -> list[str]:
-    columns = ["head", "trained weights, M", "ms a step", "trained on", "steps", "supervised tokens", "minutes", "loss", "top-1 by depth"]
+    columns = ["head", "trained weights, M", "ms a step", "trained on", "steps", "supervised tokens", "minutes", "loss (of its own kind)"]
+    columns.append("top-1 by depth")
     rows = []
     for mode, told in MODES.items():
         for name, key in report["runs_of"][mode].items():

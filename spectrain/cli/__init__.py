@@ -241,6 +241,8 @@ def evaluate(
 
     own = ([f"tree={json.dumps(str(tree.resolve()))}"] if tree else []) + ([] if temperature is None else [f"temperature={temperature}"])
     overrides = [*own, *(set_ or [])]
+    if write_tree is not None and out is not None:
+        raise typer.BadParameter("--write-tree makes a tree only and --out is for records and report; give one of them")
     if write_tree is not None:
         make_tree(target, head, suite, write_tree, dtype=dtype, overrides=overrides)
     elif out is None:

@@ -128,13 +128,13 @@ def _with_best_depth(arms: list[Arm], chain: Arm, records: Records, prompts: Seq
 
 
 def _costs(target: Target, head: Any, config: EvaluationConfig, path: Path, key: str, compile: bool | Literal["auto"]) -> Costs:
-    """Costs measured once a run and kept with its key, so that a resumed run advises the same depth."""
+    """Costs measured once for each key and kept, so that a resumed run advises the same depth."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    if found.get("key") == key:
-        return Costs(seconds=found["seconds"], v=tuple(found["v"]), c=found["c"])
+    if known := found.get(key):
+        return Costs(seconds=known["seconds"], v=tuple(known["v"]), c=known["c"])
     costs = measure_costs(target, HeadDrafter(head), context=COST_CONTEXT, sizes=config.shapes.chain + 1, compile=compile)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"key": key, "seconds": costs.seconds, "v": costs.v, "c": costs.c}))
+    part.write_text(json.dumps({**found, key: {"seconds": costs.seconds, "v": costs.v, "c": costs.c}}))
     part.replace(path)
     return costs
 
@@ -203,17 +203,18 @@ def _remarks(chosen: Mapping[str, Sequence[Prompt]], config: EvaluationConfig) -
     return [
         *(drawn if config.temperature else []),
         f"Speed is decoding speed at batch 1 on {few} or more prompts a domain, {config.speed_max_new_tokens} new tokens, without the "
-        "prompt's pass; tau is measured in batches on more prompts. With so few timed prompts an interval is little more than their range.",
+        "prompt's pass; tau is measured in batches on more prompts. With so few timed prompts an interval is little more than their range, "
+        "and a single one has none: its speed-up decides nothing.",
         "A head's tau depends on how long it was trained and on what; this one is a demonstration.",
     ]
 
 
 def advice(report: Mapping[str, Any]) -> list[str]:
-    """Which drafter to use where, and where none pays: by measured speed-up whose interval lies above 1."""
+    """Which drafter to use where, and where none pays: by measured speed-up whose interval lies above 1; one prompt has no interval."""
     best: dict[str, list[str]] = {}
     for domain in report["domains"]:
         cells = {arm["name"]: report["speed"][arm["name"]][domain] for arm in report["arms"][1:]}
-        gains = {name: cell for name, cell in cells.items() if cell["lo"] > 1}
+        gains = {name: cell for name, cell in cells.items() if (cell["lo"] or 0) > 1}
         name = max(gains, key=lambda n: gains[n]["speedup"], default=PLAIN)
         best.setdefault(name, []).append(domain + (f" ({gains[name]['speedup']:.2f}×)" if name in gains else ""))
     nowhere = best.pop(PLAIN, [])

@@ -60,7 +60,7 @@ def make_plan(
         tokens_per_step=t.tokens_per_step, accumulation=t.accumulation, epochs=t.epochs, mixed=t.mixed_precision != "no",
         checkpointing=t.checkpointing, ema=t.ema is not None, online=recipe.data.online, logs=bool(logs & t.loss.mix.keys()),
         store=facts.store_bytes(recipe, head), store_name=f"{recipe.data.capture.states} states, {recipe.data.capture.last} last state",
-        capture_tokens=recipe.data.capture.batch_tokens, probe=facts.probe_of(recipe, store, of_target.max_length),
+        capture_tokens=recipe.data.capture.batch_tokens, probe=facts.probe_of(recipe, head, store, of_target.max_length),
         blocked=device.kind == "cpu" and of_target.bytes_a_weight == 4 and 4 * of_target.weight_bytes < device.memory,
         decode_batch=decode_batch or (recipe.data.answers.batch_size if recipe.data.answers else 64),
         pieces=lambda tokens, vocabulary, steps: piece_size(tokens, draft_vocab=vocabulary, steps=steps, device=kind),
@@ -167,16 +167,18 @@ def _hours(made: Plan) -> list[str]:
 
 def _served(made: Plan) -> list[str]:
     s, c = made.served, made.after
-    depth = made.recipe.evaluation.shapes.chain
+    depth = made.recipe.evaluation.shapes.within(c.head.max_depth).chain
     lost = s.tokens_without - s.tokens_with
     displaced = f"{short(round(lost))} displaced ({lost / max(1.0, s.tokens_without):.1%})"
-    without = f"{short(round(s.tokens_without))} without the head"
+    without = "the devices do not hold the target"
+    if s.tokens_without:
+        without = f"{short(round(s.tokens_without))} without the head: {displaced}"
     pays = f"a chain of {depth} pays above tau {break_even(depth, s.c):.2f}"
     return [
         "", f"the head where it is served, {c.target.bytes_a_weight} bytes a number, on {s.devices} device(s)",
         f"  weights                                    {_bytes(s.weights):>11}  {s.weights / c.target.weight_bytes:.1%} of the target's",
         f"  cache a token                              {_bytes(s.kv_head):>11}  beside {_bytes(s.kv_target)} of the target",
-        f"  tokens of cache                            {short(round(s.tokens_with)):>11}  {without}: {displaced}",
+        f"  tokens of cache                            {short(round(s.tokens_with)):>11}  {without}",
         f"  a draft step                               {s.c:>11.3f}  passes of the target at batch 1, by bytes read: {pays}",
     ]  # fmt: skip
 

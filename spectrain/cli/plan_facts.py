@@ -3,14 +3,15 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from spectrain.cli.probe import PROBE_TOKENS
-from spectrain.cli.stages import PACKAGE, PROBE_PROMPT_TOKENS, PROBE_ROWS, _package_gguf, probe_rows
+from spectrain.cli.stages import PACKAGE, PROBE_PROMPT_TOKENS, PROBE_ROWS, package_gguf, probe_rows
 from spectrain.config import HeadConfig, Recipe, TrainingConfig
 from spectrain.data.codes import bytes_a_token
 from spectrain.data.order import Planner, row_shares, sizes
@@ -20,9 +21,10 @@ from spectrain.planning.sizes import Data, HeadSize, Matrix, TargetSize
 from spectrain.target.capture import ANSWER_BYTES
 from spectrain.target.model import Target
 from spectrain.training.optim import OUTSIDE
-from spectrain.training.setup import _check_settings, _sizes, check_training
+from spectrain.training.setup import check_settings, check_training, head_sizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")  # of a target's config
 MOST_BATCHES = 20_000  # looked at, spread over an epoch's
 UNIT_LENGTH = 1024  # tokens a row, where nothing is known
 UNIT_SHARE = 0.5  # of them supervised
@@ -46,28 +48,27 @@ def read_config(name: str, revision: str | None) -> Any:
     from transformers import AutoConfig
 
     found, where = name, {"revision": revision} if revision else {}
-    path = _package_gguf(name.removeprefix(PACKAGE)) if name.startswith(PACKAGE) else Path(name).expanduser()
+    path = package_gguf(name.removeprefix(PACKAGE)) if name.startswith(PACKAGE) else Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         found, where = str(path.parent), {"gguf_file": path.name}
     elif path.exists():
         found = str(path)
     try:
         return AutoConfig.from_pretrained(found, **where)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         told = str(error).strip().split("\n")[0]
         raise ValueError(f"no config of a target at {name} ({told}); give a folder with its config.json or a Hub name: --target") from error
 
 
 def target_size(config: Any, name: str, dtype: str) -> TargetSize:
-    """Counts of a model made from its config on the meta device, where tensors have shapes and no memory."""
-    from transformers import AutoModelForCausalLM
-
+    """Counts of a model made from its config on the meta device, where tensors have shapes and no memory. ValueError for a model that
+    is no causal one of attention layers."""
     c = config.get_text_config()
-    with torch.device("meta"):
-        try:
-            model = AutoModelForCausalLM.from_config(config)
-        except ValueError:  # a config of several models, of which the text model alone is a causal one
-            model = AutoModelForCausalLM.from_config(c)
+    if lacking := [n for n in NEEDED if not isinstance(getattr(c, n, None), int)]:
+        kind = type(c).__name__
+        raise ValueError(f"{name} is no target: its config ({kind}) has no {', '.join(lacking)}; choose a causal model of attention layers")
+    model = _skeleton(config, c, name)
+    Target(model=model, tokenizer=cast(Any, None), name=name).check_kind()
     sizes_by_name = {n: p.numel() for n, p in model.named_parameters()}  # shared ones once
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     experts = sum(count for n, count in sizes_by_name.items() if re.search(r"\.experts\.", n) and "shared" not in n)
@@ -83,6 +84,18 @@ def target_size(config: Any, name: str, dtype: str) -> TargetSize:
         active=round(params - experts * (1 - share)), embedding=embedding.numel(), tied=output is embedding,
         unit=max([*layers, embedding.numel()]), max_length=c.max_position_embeddings, bytes_a_weight=BYTES[dtype], experts=share,
     )  # fmt: skip
+
+
+def _skeleton(config: Any, text: Any, name: str) -> Any:
+    """The model of a config, or of its text part, without memory."""
+    from transformers import AutoModelForCausalLM
+
+    known = AutoModelForCausalLM._model_mapping
+    made_of = next((c for c in (config, text) if type(c) in known), None)
+    if made_of is None:
+        raise ValueError(f"{name} is no target: transformers makes no causal model of a {type(config).__name__}; choose another --target")
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(made_of)
 
 
 def _experts_share(c: Any) -> float:
@@ -102,11 +115,11 @@ def _by_layer(counts: dict[str, int]) -> dict[str, int]:
 
 def head_size(head: HeadConfig, training: TrainingConfig, target: Skeleton) -> HeadSize:
     """Counts of the head's own class, made on the meta device. ValueError for settings that this head or target cannot have."""
-    _check_settings(head)
+    check_settings(head)
     check_training(head, training)
     cls = head_class(head.kind)
     # The form of the rotary positions has no parameters, and some forms compute with real numbers.
-    values = {**_sizes(head, cast(Target, target)), "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    values = {**head_sizes(head, cast(Target, target)), "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     if head.draft_vocab_size is not None and head.draft_vocab_size > target.vocab_size:
         found = f"head.draft_vocab_size {head.draft_vocab_size} is above the {target.vocab_size} rows of {target.name}"
         raise ValueError(f"{found}; lower it: --set head.draft_vocab_size={target.vocab_size} (null: all of them)")
@@ -126,7 +139,7 @@ def head_size(head: HeadConfig, training: TrainingConfig, target: Skeleton) -> H
         inner=c.intermediate_size if layers else 0, states=len(made.layer_ids), layers=layers,
         heads=c.num_attention_heads if layers else 0, kv_heads=kv_heads if layers else 0, head_dim=head_dim if layers else 0,
         draft_vocab=c.draft_vocab_size, outputs=sum(n.startswith("lm_head") for n, _ in named), output_trained=head.output == "trained",
-        muon=sum(p.numel() for p in muon) if training.optimizer == "muon" else 0,
+        muon=sum(p.numel() for p in muon) if training.optimizer == "muon" else 0, max_depth=made.max_depth,
     )  # fmt: skip
 
 
@@ -146,11 +159,20 @@ def data_of(
 
     longest: tokens that the target takes. Raises ValueError when nothing says how much there is.
     """
+    if tokens is None and (length or share):
+        raise ValueError("--row-length and --supervised-share tell of the rows of --tokens; add --tokens N or leave them out")
+    if tokens is not None and rows is not None:
+        raise ValueError("--rows and --tokens both say how much data there is; give one of them")
     folder = rows or (Path(recipe.data.rows) if recipe.data.rows and Path(recipe.data.rows).exists() else None)
     if folder is not None and tokens is None:
         return _of_rows(recipe, folder)
     most = min(recipe.data.prepare.max_length, longest)
     if tokens is not None:
+        if not isfinite(tokens):
+            raise ValueError(f"--tokens is a number, such as 1e9, found {tokens}")
+        if length and length > most:
+            found = f"--row-length {length} is above {most}, which a row may have (data.prepare.max_length, and the target's {longest})"
+            raise ValueError(f"{found}; lower it, or raise the setting: --set data.prepare.max_length=N")
         mean, part = length or min(UNIT_LENGTH, most), share or UNIT_SHARE
         told = f"--tokens; rows of {mean} tokens, {part:.0%} of them supervised" + ("" if length and share else " (assumed)")
         return Data(tokens / mean, tokens, tokens * part, most, told), None
@@ -184,9 +206,9 @@ def _of_rows(recipe: Recipe, folder: Path) -> tuple[Data, RowStore]:
     return Data(len(store) * drawn, tokens * drawn, supervised * drawn, longest, told, largest, len(plan)), store
 
 
-def probe_of(recipe: Recipe, store: RowStore | None, longest: int) -> tuple[int, int, int]:
+def probe_of(recipe: Recipe, head: HeadSize, store: RowStore | None, longest: int) -> tuple[int, int, int]:
     """Rows that acceptance is measured on, the longest prompt of them, and the positions that their caches have."""
-    chain = recipe.evaluation.shapes.chain
+    chain = recipe.evaluation.shapes.within(head.max_depth).chain
     prepare = recipe.data.prepare
     if store is not None:
         validation = RowStore(store.folder, "validation")
@@ -208,6 +230,9 @@ def unsaid(recipe: Recipe, config: Any) -> Sequence[str]:
         notes.append("training.lora: passes and activations of the target that is trained, too, are not counted")
     if recipe.head.start is not None:
         notes.append("head.start: sizes are those of the recipe, the head that is started from may have others")
+    c = config.get_text_config()
+    if set(getattr(c, "layer_types", None) or ()) - {"full_attention"} or getattr(c, "sliding_window", None):
+        notes.append("windows of the target's attention: caches are those of layers that keep every token, and attention sees all of them")
     if getattr(config, "quantization_config", None):
         notes.append("the target's config is of quantised weights; counted are those of target.dtype")
     if recipe.training.max_minutes is not None or recipe.training.steps is not None:

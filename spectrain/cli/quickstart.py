@@ -67,6 +67,8 @@ def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, over
     """Run all stages; returns the report. Raises ValueError with the way out, or when an answer is not exactly the target's."""
     root, console = clone_root(), wide_console()
     recipe = load_config(Recipe, root / RECIPE, [*(SHORT if short else ()), *overrides])
+    if recipe.head.kind != "eagle3" or recipe.training.lora is not None:  # it exports what it has trained
+        raise ValueError("quickstart trains an EAGLE-3 head on a frozen target; for others: spectrain train recipes/medusa_smollm2.yaml")
     if fresh:
         for name in WORK:
             path = out / name

@@ -27,6 +27,8 @@ def show_answer(
     that does not exist."""
     shape: Shape = Tree.load(tree) if isinstance(tree, Path) else Tree.dynamic(top_k=4, depth=5, budget=15) if tree else Chain(chain)
     name = drafter or ("head" if head else "none")
+    if isinstance(tree, Path) and name == "none":
+        raise ValueError(f"the tree of {tree} is drafted by a head; add --head FOLDER, or another --drafter")
     loaded = open_for(target, head if name == "head" else None, dtype, lambda line: None if as_json else print(line))
     chosen = _drafter(name, head, loaded)
     asked: Any = prompt if raw else [{"role": "user", "content": prompt}]
@@ -43,6 +45,8 @@ def show_answer(
         return
     console.print()
     kind = "none" if chosen is None else f"{name}, {shape}, rule {result.rule}" + (" (lossy)" if result.rule in LOSSY else "")
+    if chosen is not None and not shape.depth:
+        kind = f"none (the tree of {tree} has no nodes: none was predicted to pay)"
     console.print(
         f"[dim]{figures['tokens']} tokens in {figures['rounds']} passes: tau {figures['tau']:.2f}, {figures['accepted']} of "
         f"{figures['drafted']} drafted tokens accepted, {figures['tokens_per_s']:.1f} tokens/s, drafter {kind}, {row.finish_reason}[/dim]"

@@ -80,7 +80,7 @@ def open_target(recipe: Recipe, out: Path, device: str | None = None) -> Target:
         folder = out / "target"
         if not (folder / "config.json").exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
-            unpack_gguf(_package_gguf(name.removeprefix(PACKAGE)), folder)
+            unpack_gguf(package_gguf(name.removeprefix(PACKAGE)), folder)
         name = str(folder)
     target = load_target(name, dtype=recipe.target.dtype, revision=recipe.target.revision, device=device)
     check_config(recipe.head, target)
@@ -90,7 +90,7 @@ def open_target(recipe: Recipe, out: Path, device: str | None = None) -> Target:
     return target
 
 
-def _package_gguf(package: str) -> Path:
+def package_gguf(package: str) -> Path:
     spec = find_spec(package)
     where = next(iter(spec.submodule_search_locations or []), None) if spec else None
     found = sorted(Path(where).glob("*.gguf")) if where else []

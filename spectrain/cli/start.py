@@ -7,7 +7,7 @@ from typing import Any
 
 from spectrain.config import HeadConfig, Recipe
 from spectrain.export.flat import head_from_flat
-from spectrain.heads.base import check_head, load_head
+from spectrain.heads.base import check_head, kind_of, load_head
 from spectrain.target.model import Target
 from spectrain.training.setup import check_training
 
@@ -19,8 +19,8 @@ SAME = (  # called alike in the settings and in a head's config
 
 def open_start(recipe: Recipe, target: Target, say: Any) -> tuple[Recipe, Any]:
     """The recipe with the sizes of the head that it goes on from (`head.start`), and that head; the recipe as it is and None for a new
-    head. ValueError for a folder that holds no head, a head of another target, other layers than the recipe names, or training settings
-    that do not fit that head."""
+    head. ValueError for a folder that holds no head, a head of another kind or target, other layers than the recipe names, or training
+    settings that do not fit that head."""
     if recipe.head.start is None:
         return recipe, None
     folder = Path(recipe.head.start)
@@ -36,6 +36,9 @@ def open_start(recipe: Recipe, target: Target, say: Any) -> tuple[Recipe, Any]:
         )  # fmt: skip
         for note in notes:
             say(f"{folder}: {note}")
+    if (kind := kind_of(head)) != recipe.head.kind:
+        found = f"{folder} holds a head of kind {kind}, the recipe asks for head.kind {recipe.head.kind}"
+        raise ValueError(f"{found}; go on from it as what it is (--set head.kind={kind}), or name another head.start")
     check_head(head, target.fingerprints, target.name, target.tokenizer)
     ids = tuple(head.layer_ids)
     if recipe.head.layer_ids not in (None, ids):

@@ -13,9 +13,8 @@ from spectrain.cli.evaluate import evaluate as run_evaluation
 from spectrain.cli.joint import MERGED, check_merged, open_for, write_merged
 from spectrain.cli.quickstart import show, wide_console
 from spectrain.cli.start import check_no_run, open_start
-from spectrain.cli.trees import write_tree
+from spectrain.cli.trees import check_place, read_tree, write_tree
 from spectrain.config import EvaluationConfig, Recipe, Suite, load_config, override, validate
-from spectrain.decoding.shapes import Tree
 from spectrain.evaluation.render import write_report
 from spectrain.export.engines import FORMATS, export_head, needs_embedding, serve_command
 from spectrain.heads.base import check_head, load_head
@@ -56,8 +55,7 @@ def _settings(suite: Path, overrides: list[str]) -> EvaluationConfig:
     override(values, overrides)
     config = validate(EvaluationConfig, values, where="--set")
     load_config(Suite, suite)
-    if config.tree:
-        Tree.load(_above(suite, 2) / config.tree, config.tree_nodes)
+    read_tree(config, _above(suite, 2))
     return config
 
 
@@ -83,6 +81,7 @@ def make_tree(target_name: str, head: Path | None, suite: Path, path: Path, *, d
     config, console = _settings(suite, overrides), wide_console()
     if config.temperature or config.tree:
         raise ValueError("--write-tree counts greedy answers and measures no tree; leave --tree and --temperature out")
+    check_place(path)
     target = open_for(target_name, head, dtype, console.print)
     write_tree(
         target, stages.open_head(head, target), config, path, _above(suite, 2), versions=made_with(target, {})["versions"],

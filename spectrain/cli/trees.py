@@ -17,6 +17,7 @@ from spectrain.config import EvaluationConfig, ShapeConfig, Suite, dump_yaml, lo
 from spectrain.data.rows import Row
 from spectrain.decoding.shapes import StaticTree, Tree
 from spectrain.evaluation.measure import suite_prompts
+from spectrain.evaluation.schema import check_tree_file
 from spectrain.evaluation.speed import measure_costs
 from spectrain.evaluation.trees import BUDGETS, WIDTH, fitted, joined, rising, sentence
 from spectrain.target.model import Target
@@ -66,8 +67,7 @@ def write_tree_of(
 
     source: name and hash of what the rows are of.
     """
-    if path.suffix != ".json":
-        raise ValueError(f"a tree is written as JSON, found {path}; name it {path.with_suffix('.json')}")
+    check_place(path)
     mode = for_all(target, config.compile, nodes=max(TIMED), passes=len(rows) * max_new_tokens)
     costs, warning = rising(measure_costs(target, as_drafter(head), context=COST_CONTEXT, sizes=TIMED, compile=mode))
     found = measured_tree(target, head, rows, config.shapes, costs, max_new_tokens=max_new_tokens, batch_size=config.batch_size)
@@ -82,7 +82,6 @@ def write_tree_of(
         },
         "versions": dict(versions), "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(content) + "\n", encoding="utf-8")
     part.replace(path)
@@ -90,6 +89,15 @@ def write_tree_of(
     if warning:
         say(f"warning: {warning}")
     return content
+
+
+def check_place(path: Path) -> None:
+    """Make the folder of a tree's file; ValueError or OSError where no such file can be written."""
+    if path.suffix != ".json":
+        raise ValueError(f"a tree is written as JSON, found {path}; name it {path.with_suffix('.json')}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file inside it, such as {path / 'tree.json'}")
+    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 @dataclass(frozen=True)
@@ -103,24 +111,37 @@ class GivenTree:
 
 def given_tree(config: EvaluationConfig, root: Path, head: Any) -> GivenTree | None:
     """The tree that the settings name; ValueError for one that this head cannot draft."""
-    if config.tree is None:
-        if config.tree_nodes is not None:
-            raise ValueError("tree_nodes picks a tree of a file; name the file with --tree FILE")
+    tree, told = read_tree(config, root), config.tree
+    if tree is None:
         return None
-    path = root / config.tree
-    shape, told = Tree.load(path, config.tree_nodes), config.tree
     if head is None:
         raise ValueError(f"the tree of {told} is drafted by a head; add --head FOLDER")
+    shape = tree.shape
     if head.max_depth is not None and shape.depth > head.max_depth:
         kind = type(head).__name__
         raise ValueError(
             f"the tree of {told} has depth {shape.depth}, this {kind} drafts at most {head.max_depth} tokens in a row; measure a tree of "
             "its own with --write-tree FILE"
         )
+    return tree
+
+
+def read_tree(config: EvaluationConfig, root: Path) -> GivenTree | None:
+    """The tree that the settings name, whatever head drafts it; ValueError for a damaged file or one without such a tree."""
+    if config.tree is None:
+        if config.tree_nodes is not None:
+            raise ValueError("tree_nodes picks a tree of a file; name the file with --tree FILE")
+        return None
+    path, told = root / config.tree, config.tree
+    shape = Tree.load(path, config.tree_nodes)
     found = json.loads(path.read_text(encoding="utf-8"))
     content = found if isinstance(found, dict) else {}
+    if content:
+        check_tree_file(content, told)
+    if not content and not shape.paths:
+        raise ValueError(f"{told} is a list without paths, so there is no tree to measure; leave --tree out")
     if not shape.paths:
-        sizes = ", ".join(str(entry["nodes"]) for entry in content.get("budgets", []))
+        sizes = ", ".join(str(entry["nodes"]) for entry in content["budgets"])
         raise ValueError(f"{told} says that no tree pays at batch 1; measure one of its others with --set tree_nodes=N, of {sizes} nodes")
     return GivenTree(told, shape, content)
 
@@ -130,8 +151,8 @@ def tree_notes(tree: GivenTree, target: Target, head: Any, prompts: Sequence[Any
     content = tree.content
     if not content:
         return [f"The static tree is a list of paths from {tree.path}; where it comes from is not known."]
-    entries = [entry for entry in (content["tree"], *content["budgets"]) if len(entry["paths"]) == tree.shape.budget]
-    tau = next((entry["tau"] for entry in entries if entry["tau"] is not None), None)
+    own = (entry for entry in (content["tree"], *content["budgets"]) if set(map(tuple, entry["paths"])) == set(tree.shape.paths))
+    tau = next((entry["tau"] for entry in own), None)
     expected = "" if tau is None else f", where tau {tau:.2f} was expected of it at temperature 0 on prompts it is not fitted to"
     notes = [f"The static tree of {tree.path} was made from acceptance measured on {content['suite']['name']}{expected}."]
     if content["head"]["sha256"] != weights_of(head):

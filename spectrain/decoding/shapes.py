@@ -21,6 +21,7 @@ from spectrain.decoding.tree import Law
 from spectrain.yields import Costs, check_table, tree_tau
 
 Path = tuple[int, ...]
+MOST_NODES = 1024  # of a tree in a file: a pass over more costs more than any draft saves, and masks grow with the square
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,13 @@ class Tree:
         """The tree of a file of `spectrain evaluate --write-tree` (or of a JSON list of paths); nodes: that of its `budgets` with so many.
 
         Without `nodes` it is the one for batch 1, which has no paths (plain decoding) where none was predicted to pay there. Raises
-        ValueError for a file that is none, damaged, or holds no tree of that size.
+        ValueError for a file that is none, damaged, or holds no tree of that size, and for a tree of more than `MOST_NODES` nodes.
         """
-        return StaticTree(_paths_in(os.fspath(path), nodes), law)
+        paths = _paths_in(os.fspath(path), nodes)
+        try:
+            return StaticTree(paths, law)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
 
     @staticmethod
     def dynamic(top_k: int = 10, depth: int = 7, budget: int = 60) -> DynamicTree:
@@ -295,12 +300,16 @@ def _paths_in(path: str, nodes: int | None) -> tuple[Path, ...]:
         trees: dict[int | None, Any] = {None: content if isinstance(content, list) else content["tree"]["paths"]}
         if isinstance(content, dict):
             trees |= {len(entry["paths"]): entry["paths"] for entry in content["budgets"]}
-        if nodes not in trees:
-            sizes = ", ".join(str(size) for size in trees if size is not None) or "only one, without sizes"
-            raise ValueError(f"{path} has no tree of {nodes} nodes; there are {sizes}")
-        return tuple(map(tuple, trees[nodes]))
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        paths = {size: tuple(map(tuple, found)) for size, found in trees.items() if size == nodes}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no file of a tree ({type(error).__name__}: {error}); make it anew with --write-tree") from error
+    if nodes not in paths:
+        sizes = ", ".join(str(size) for size in trees if size is not None) or "only one, without sizes"
+        raise ValueError(f"{path} has no tree of {nodes} nodes; there are {sizes}")
+    largest = max(len(paths[nodes]), *(1 + rank for found in paths[nodes] for rank in found if isinstance(rank, int)), 0)
+    if largest > MOST_NODES:
+        raise ValueError(f"{path} holds a tree of {largest:,} nodes or ranks, at most {MOST_NODES:,} are drafted; take a smaller one")
+    return paths[nodes]
 
 
 def _check(shape: object, depth: int, law: str, laws: tuple[str, ...]) -> None:

@@ -30,6 +30,11 @@ def bootstrap(samples: Sequence[Any], statistic: Callable[[Sequence[Any]], float
     return Interval(statistic(samples), found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES) - 1])
 
 
+def bounds(interval: Interval, samples: Sequence[Any]) -> dict[str, float | None]:
+    """lo and hi for a table; None where there is a single prompt, whose resamples are all alike and would look like certainty."""
+    return {"lo": interval.lo, "hi": interval.hi} if len(samples) > 1 else {"lo": None, "hi": None}
+
+
 def ratio(pairs: Sequence[Numbers]) -> float:
     """Sum of the first over sum of the second."""
     below = sum(pair[1] for pair in pairs)
@@ -60,7 +65,7 @@ def tau_table(records: Mapping[str, Sequence[Any]], depth: int) -> dict[str, dic
     table["all (micro)"] = _tau_cell([row for rows in records.values() for row in rows], depth)
     macro = _macro(records)
     merged = table["all (micro)"]
-    table["all (macro)"] = {**merged, "tau": macro.value, "lo": macro.lo, "hi": macro.hi}
+    table["all (macro)"] = {**merged, "tau": macro.value, **bounds(macro, min(records.values(), key=len))}
     return table
 
 
@@ -73,7 +78,7 @@ def _tau_cell(records: Sequence[Any], depth: int) -> dict[str, Any]:
     interval = bootstrap(pairs, ratio)
     unconditional, conditional = acceptance([(r.drafted, r.accepted) for record in records for r in record.rounds], depth)
     return {
-        "tau": interval.value, "lo": interval.lo, "hi": interval.hi, "tokens": int(sum(p[0] for p in pairs)),
+        "tau": interval.value, **bounds(interval, pairs), "tokens": int(sum(p[0] for p in pairs)),
         "rounds": int(sum(p[1] for p in pairs)), "prompts": len(pairs), "acceptance": unconditional, "conditional": conditional,
     }  # fmt: skip
 
@@ -106,8 +111,8 @@ def speed_cell(records: Sequence[Any], plain: Sequence[Any]) -> dict[str, Any]:
     per = max(1.0, rounds) * max(plain_round, 1e-9)
     v, draft = phases["verify"] / per, phases["draft"] / per
     return {
-        "tokens": int(tokens), "seconds": seconds, "tokens_per_s": tokens / max(seconds, 1e-9), "speedup": speed.value, "lo": speed.lo,
-        "hi": speed.hi, "tau": tokens / max(1.0, rounds), "v": v, "draft": draft, "other": seconds / per - v - draft,
+        "tokens": int(tokens), "seconds": seconds, "tokens_per_s": tokens / max(seconds, 1e-9), "speedup": speed.value,
+        **bounds(speed, quads), "tau": tokens / max(1.0, rounds), "v": v, "draft": draft, "other": seconds / per - v - draft,
         "break_even": seconds / per, "prompts": len(records), "end_to_end": ratio_of_ratios(whole),
     }  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""What a report holds, and how it is checked before it is shown: `report.json` is read back by later versions."""
+"""What a report and the file of a tree hold, and how they are checked when they are read back, by this or a later version."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -31,6 +31,13 @@ Exactness: Any = _record("Exactness", {int: "prompts equal ties failed"})
 Baseline: Any = _record("Baseline", {str: "name", NUMBER: "tokens_per_s plain_tokens_per_s ratio lo hi"})
 Step: Any = _record("Step", {int: "step", NUMBER: "minutes loss measured_tau", list[NUMBER]: "alpha"})
 Training: Any = _record("Training", {list[Step]: "steps"})
+
+
+Entry: Any = _record("Entry", {list[list[int]]: "paths", int: "nodes", NUMBER: "tau"})
+Head: Any = _record("Head", {str: "kind sha256"})
+TreeSuite: Any = _record("TreeSuite", {str: "name"})
+TreeFile: Any = _record("TreeFile", {Literal[1]: "format", Entry: "tree", list[Entry]: "budgets", Head: "head", TreeSuite: "suite",
+                                     list[str]: "prompts"})  # fmt: skip
 
 
 class Report(_Part):
@@ -94,10 +101,31 @@ def parse_report(report: dict[str, Any]) -> Report:
         wanted = [(part, arm.name) for arm in parsed.drafted for part in ("tau", "speed")]
         faults += [f"'{part}.{name}' is missing" for part, name in wanted if name not in getattr(parsed, part)]
     except ValidationError as error:
-        for e in error.errors():
-            what = "is missing" if e["type"] == "missing" else f"is unfit: {e['msg']}"
-            faults.append(f"'{'.'.join(map(str, e['loc']))}' {what}")
+        faults = _faults(error)
     if faults:
-        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise ValueError(f"bad report: {'; '.join(faults[:5])}{more}; `spectrain evaluate` writes a whole one")
+        raise ValueError(f"bad report: {_told(faults)}; `spectrain evaluate` writes a whole one")
     return parsed
+
+
+def check_tree_file(content: object, path: str) -> None:
+    """ValueError naming each key of a tree's file (of `spectrain evaluate --write-tree`) that is missing or unfit."""
+    try:
+        parsed = TreeFile.model_validate(content, strict=True)
+        entries = {"tree": parsed.tree, **{f"budgets.{i}": entry for i, entry in enumerate(parsed.budgets)}}
+        faults = [f"'{name}' has {len(e.paths)} paths and says {e.nodes} nodes" for name, e in entries.items() if len(e.paths) != e.nodes]
+    except ValidationError as error:
+        faults = _faults(error)
+    if faults:
+        raise ValueError(f"{path} is no whole file of a tree: {_told(faults)}; make it anew with --write-tree")
+
+
+def _faults(error: ValidationError) -> list[str]:
+    found = []
+    for e in error.errors():
+        what = "is missing" if e["type"] == "missing" else f"is unfit: {e['msg']}"
+        found.append(f"'{'.'.join(map(str, e['loc']))}' {what}")
+    return found
+
+
+def _told(faults: list[str]) -> str:
+    return "; ".join(faults[:5]) + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")

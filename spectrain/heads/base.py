@@ -210,6 +210,11 @@ def head_class(kind: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def kind_of(head: Any) -> str:
+    """The name of a head's class in `HEADS`."""
+    return next(name for name, where in HEADS.items() if where.endswith(":" + type(head).__name__))
+
+
 def vocabulary_hash(target_ids: Tensor) -> str:
     """Hash of a draft vocabulary."""
     return hashlib.sha256(target_ids.cpu().numpy().tobytes()).hexdigest()
@@ -262,8 +267,7 @@ def save_head(
     part.mkdir(parents=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-    kind = next(name for name, where in HEADS.items() if where.endswith(":" + type(head).__name__))
-    config = {"head": kind, "format": FORMAT, **head.config.model_dump(mode="json")}
+    config = {"head": kind_of(head), "format": FORMAT, **head.config.model_dump(mode="json")}
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.copymode(part / "config.json", part / "model.safetensors")  # safetensors writes files that only their owner can read
     (part / "run.yaml").write_text(run_yaml)

@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.heads.base import DraftState, KeyValueCache, StepOutput, TrainingBatch
-from spectrain.heads.layers import ResidualBlock, caller, narrow, newest
+from spectrain.heads.layers import SHARE, ResidualBlock, caller, narrow, newest
 from spectrain.heads.places import Places
 from spectrain.heads.unrolled import PROJECTIONS, DecoderConfig, DecoderLayer, Entry, Parts, UnrolledHead
 
 DEVIATION = 0.02  # of random weights, as in most models
-SHARE = 0.25  # of the state at first: what the target says after it answers an earlier token, and a sure error is slow to be unlearnt
 ADDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 

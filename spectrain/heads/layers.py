@@ -12,6 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+# Of the target's logits, where a new head begins at them: they answer an earlier token, and a sure error is slow to be unlearnt. After 40
+# steps a Medusa head kept .195 drafts of held-out rows that began at .25, .188 at .1, .154 at 1 (SmolLM2-135M).
+SHARE = 0.25
+
 
 def narrow(x: Tensor) -> Tensor:
     """Under autocast, x in the type of its products: cast once for all that read it, where each product would cast it again."""

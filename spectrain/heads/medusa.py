@@ -1,8 +1,10 @@
 """Medusa (arXiv 2401.10774): heads side by side over the target's last state; head k answers the token k + 2 after the state's own.
 
 Head k: residual blocks x + silu(W x + b) with weights of their own, then an output layer of its own, or one that all share. The heads do
-not see each other's drafts: the law after a node is that of its depth, whatever the tokens above it are. Blocks begin at zero and output
-layers at the target's rows, so that every new head says what the target says after the state it reads.
+not see each other's drafts: the law after a node is that of its depth, whatever the tokens above it are.
+
+A new head says what the target says after the state it reads, less surely: blocks begin at zero, output layers at a share of the target's
+rows. Output layers that stay as they are have the rows themselves.
 
 Legend: B rows, L tokens, R flat counted rows, N nodes, D depths, W target width, V target vocabulary, Vd draft vocabulary, X any.
 """
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from spectrain.config import Stage
 from spectrain.heads.base import DraftState, HeadModule, KeyValueCache, StepOutput, TrainingBatch
-from spectrain.heads.layers import ResidualBlock, caller, newest
+from spectrain.heads.layers import SHARE, ResidualBlock, caller, newest
 
 
 class MedusaConfig(Stage):
@@ -66,10 +68,10 @@ class Medusa(HeadModule):
         self, *, layer: Mapping[str, Tensor] | None, norm: Tensor, output_VW: Tensor, target_ids: Tensor, train_output: bool, seed: int,
         sizes_J: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        """Begin at the target's law after the state that is read: its output rows, over blocks that add nothing. None is random."""
+        """Begin at the target: see above. Nothing is random."""
         self.set_vocabulary(target_ids)
         for output in self.lm_head:
-            output.weight.copy_(output_VW[target_ids.to(output_VW.device)])
+            output.weight.copy_(output_VW[target_ids.to(output_VW.device)] * (SHARE if train_output else 1.0))
         self.train_output(train_output)
 
     def _output(self, k: int) -> nn.Linear:

@@ -48,6 +48,8 @@ def regeneration(case: Case) -> Hours:
         Term("all prompts", d.rows * prefill / copies, f"{short(d.rows)} × {prompt:,.0f} tokens ÷ {copies} copies"),
     ]  # fmt: skip
     note = f"{copies} copies of the target on {devices} device(s) each, as servers of `regenerate --endpoint` (in process: one)"
+    if t.weight_bytes > USABLE * m.memory * devices:
+        note += "; it does not fit there, so these are hours of a larger device with the same peaks"
     return Hours("regeneration", seconds / 3600, terms, note)
 
 

@@ -7,8 +7,10 @@ whatever its size (calls of Python, launches of kernels).
 """
 
 from dataclasses import dataclass, replace
+from math import isfinite
 
 GiB = 2**30
+OPTIONS = {"memory": "gpu-memory", "flops": "gpu-flops"}  # of the command; others have the figure's name
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,15 @@ def machine(
 ) -> Machine:
     """A device by name, with figures of one's own: memory in GiB, flops in 1e12 a second, bandwidth and link in 1e9 bytes a second.
 
-    ValueError for an unknown name, or a figure that is not above zero.
+    ValueError for an unknown name, or a figure that is no number above zero.
     """
     if name not in MACHINES:
         known = f"there are {', '.join(MACHINES)}"
         raise ValueError(f"device {name!r} is unknown; {known}; for another one: --gpu-memory, --gpu-flops, --bandwidth, --link")
     given = {"memory": (memory, GiB), "flops": (flops, 1e12), "bandwidth": (bandwidth, 1e9), "link": (link, 1e9), "net": (link, 1e9)}
     for key, (value, _) in given.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{key} of a device is above zero, found {value}")
+        if value is not None and not (isfinite(value) and value > 0):
+            raise ValueError(f"{key} of a device is a number above zero, found {value}; mend --{OPTIONS.get(key, key)}")
     own = {key: value * unit for key, (value, unit) in given.items() if value is not None}
     told = f"{MACHINES[name].source}; {', '.join(own)} as given" if own else MACHINES[name].source
     return replace(MACHINES[name], **own, source=told)  # type: ignore[arg-type]

@@ -70,7 +70,8 @@ class Matrix:
 @dataclass(frozen=True)
 class HeadSize:
     """params, trained: numbers of a head, exactly; tables: bytes of its draft vocabulary's tables. states: hidden states read; layers:
-    decoder layers; heads, kv_heads, head_dim: of these; outputs: output layers. unrolled: every test-time step runs the same layers."""
+    decoder layers; heads, kv_heads, head_dim: of these; outputs: output layers. unrolled: every test-time step runs the same layers.
+    max_depth: tokens that it drafts in a row, None where that is free."""
 
     kind: str
     params: int
@@ -89,6 +90,7 @@ class HeadSize:
     outputs: int
     output_trained: bool
     muon: int = 0
+    max_depth: int | None = None
 
     @property
     def unrolled(self) -> bool:

@@ -3,11 +3,12 @@
 A head that guesses the target's next last state f_{i+1} from the embedding of token i + 1 and from f_i says at once what a linear map can
 say, instead of learning it for hundreds of steps.
 
-Legend: B lines, L tokens, N = B * L, R counted rows, P supervised tokens, W target width, X = 2 W, F = W, V target vocabulary, S samples.
+Legend: B lines, L tokens, N = B * L, R counted rows, P supervised tokens, W target width, X = 2 W, F = W, V target vocabulary, S samples,
+D domains.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spectrain.data.batches import Samples, leave_out_broken
+from spectrain.data.order import Sizes
 from spectrain.heads.targets import counted
 
 Ints = npt.NDArray[np.int64]
@@ -24,16 +26,18 @@ SAMPLES_AT_ONCE = 8
 
 
 @torch.no_grad()
-def fit_start(head: Any, samples: Samples, supervised_S: Ints, embed_VW: Tensor) -> list[str]:
+def fit_start(head: Any, samples: Samples, found: Sizes, embed_VW: Tensor, *, shares: Mapping[str, int]) -> list[str]:
     """Fit the matrix of a head that has one (`head.fitted` is False); returns what there is to say.
 
-    Reads samples in a fixed order, the same on every process, until there are enough counted rows. supervised_S: supervised tokens of
-    each sample.
+    Reads samples of the domains that the run draws (`shares`: rows of each) in a fixed order, the same on every process, until there are
+    enough counted rows.
     """
     if getattr(head, "fitted", True):
         return []
     began, W = time.monotonic(), embed_VW.shape[1]
     read_XX, both_XW, rows = torch.zeros(2 * W, 2 * W, dtype=torch.float64), torch.zeros(2 * W, W, dtype=torch.float64), 0
+    drawn_D = np.array([shares.get(domain, 0) > 0 for domain in found.domains])
+    supervised_S = found.supervised_N * drawn_D[found.domain_N]
     for read_RX, next_RW in _pairs(samples, _some(supervised_S, ROWS_A_WIDTH * W), embed_VW):
         read_XX += (read_RX.T @ read_RX).cpu()
         both_XW += (read_RX.T @ next_RW).cpu()
@@ -55,6 +59,7 @@ def ridge(read_XX: Tensor, both_XW: Tensor, *, rows: int) -> Tensor:
 def _some(supervised_S: Ints, wanted: int) -> list[int]:
     """Samples in a fixed random order up to so many supervised tokens."""
     order_S = np.random.default_rng(0).permutation(len(supervised_S))
+    order_S = order_S[supervised_S[order_S] > 0]
     return order_S[: int((np.cumsum(supervised_S[order_S]) < wanted).sum()) + 1].tolist()  # type: ignore[no-any-return]
 
 

@@ -48,8 +48,8 @@ def open_accelerator(config: TrainingConfig, out: Path) -> Accelerator:
 
 def check_config(config: HeadConfig, target: Target) -> None:
     """ValueError for a head that this target cannot have, or cannot be trained with, before any long work."""
-    _check_settings(config)
-    sizes = _sizes(config, target)
+    check_settings(config)
+    sizes = head_sizes(config, target)
     H, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if H != sizes["target_hidden_size"] and H % heads:  # transformers' Llama config, which engines read, refuses it
         near = max(1, H // heads) * heads
@@ -73,7 +73,7 @@ def check_training(head: HeadConfig, training: TrainingConfig) -> None:
         raise ValueError(f"{found}; leave it out: --set training.loss.mix=soft_ce")
 
 
-def _check_settings(config: HeadConfig) -> None:
+def check_settings(config: HeadConfig) -> None:
     """ValueError for an unknown kind, or for settings that a head of this kind has not."""
     known = OF_ALL_HEADS | head_class(config.kind).settings
     default = HeadConfig(kind=config.kind)
@@ -177,7 +177,7 @@ def new_head(
     counts_V = supervised_counts(rows, target.vocab_size) if counts_V is None else counts_V
     vocabulary = cut_vocabulary(config, target, counts_V)
     cls = head_class(config.kind)
-    sizes = {**_sizes(config, target), "draft_vocab_size": len(vocabulary.target_ids)}
+    sizes = {**head_sizes(config, target), "draft_vocab_size": len(vocabulary.target_ids)}
     head = cls(cls.Config(**{name: value for name, value in sizes.items() if name in cls.Config.model_fields}))
     layer, sizes_J = None, None
     if config.init_layer == "last" and "init_layer" in cls.settings:
@@ -207,7 +207,7 @@ def start_notes(config: HeadConfig, target: Target) -> list[str]:
     return last_layer(target)[1] + ([f"{above} layer(s) above the first start at random"] if above else [])
 
 
-def _sizes(config: HeadConfig, target: Target) -> dict[str, Any]:
+def head_sizes(config: HeadConfig, target: Target) -> dict[str, Any]:
     """Fields of a head's config but its vocabulary, of any family. Another width than the target's keeps the size of an attention head
     and the number of key heads, and has query heads and inner width in proportion."""
     c = target.config

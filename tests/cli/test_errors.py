@@ -206,6 +206,13 @@ def test_unknown_format_is_a_traceback(cli: Cli, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("setting", ["head.kind=medusa", "training.lora={rank: 4}"])
+def test_quickstart_fails_only_after_training(cli: Cli, tmp_path: Path, setting: str) -> None:
+    """It exports what it has trained, and an engine takes neither."""
+    assert "spectrain train recipes/medusa_smollm2.yaml" in message(cli("quickstart", "--out", tmp_path / "run", "--set", setting))
+    assert not (tmp_path / "run").exists()
+
+
 def test_quickstart_looks_for_a_clone_elsewhere(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spectrain, "__file__", str(tmp_path / "site-packages/spectrain/__init__.py"))
     assert "quickstart needs the recipes and prompts of a clone" in message(cli("quickstart", "--out", tmp_path / "run"))

@@ -159,7 +159,9 @@ def test_costs_of_another_head_are_kept(first: First, run: Run, head: Any, idle:
     shutil.copytree(first[0], tmp_path / "out")
     report = run(tmp_path / "out", head, shapes={**SHAPES, "chain": 3})
     assert set(idle) == {"generate", "_with_transformers", "measure_costs"} and len(report["costs"]["v"]) == 4
+    assert {len(costs["v"]) for costs in json.loads((tmp_path / "out/costs.json").read_text()).values()} == {3, 4}
     idle.clear()
+    assert without_time(run(tmp_path / "out", head)) == without_time(first[1]) and idle == []  # the first settings' are there still
     (tmp_path / "out/costs.json").write_text('{"seconds": 1.0, "v": [1.0], "c": 1.0}')
     run(tmp_path / "out", head)  # the records of the first settings are still there
     assert "measure_costs" in idle
@@ -267,6 +269,18 @@ def test_slower_arm_is_advised() -> None:
     assert told(cells)[0] == "Use n-gram for code (2.00×); tree for chat (1.10×); no drafter pays for math: decode plainly there."
     cells["n-gram"]["math"] = (1.01, 1.4, 1.3, 0.9)
     assert told(cells)[0] == "Use n-gram for code (2.00×), math (1.40×); tree for chat (1.10×)."
+
+
+def test_single_prompt_decides(first: First, tmp_path: Path) -> None:
+    """Resamples of one prompt are all alike: no interval, no verdict, no advice from it, and a report that can be shown."""
+    _, report = first
+    for name in ("n-gram", "head chain"):
+        cells = report["speed"][name]
+        assert all(cells[d]["lo"] is cells[d]["hi"] is None and cells[d]["speedup"] > 0 for d in ("red", "blue"))
+        assert cells["all"]["prompts"] == 2 and cells["all"]["lo"] <= cells["all"]["speedup"] <= cells["all"]["hi"]
+    assert report["advice"][0] == "Nothing here is faster than plain decoding."
+    write_report(report, tmp_path)
+    assert "▲" not in next(line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("| red | n-gram"))
 
 
 def test_loss_is_sold_as_a_gain() -> None:

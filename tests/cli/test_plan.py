@@ -1,7 +1,9 @@
 """`spectrain plan` on configs alone: exact counts of targets, heads and stores, and what it says when something does not fit."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +13,23 @@ import pytest
 import yaml
 from click.testing import Result
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPTextConfig,
+    DeepseekV3Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen3MoeConfig,
+    T5Config,
+)
 
-from spectrain.cli.plan_facts import Skeleton, head_size, read_config, store_bytes, target_size
+from spectrain.cli.plan_facts import Skeleton, head_size, probe_of, read_config, store_bytes, target_size
 from spectrain.config import CaptureConfig, DataConfig, HeadConfig, Recipe, TargetConfig, TrainingConfig, load_config
 from spectrain.data.row_store import RowStore
 from spectrain.data.rows import Row
 from spectrain.heads.base import HEADS, head_class
+from spectrain.planning.sizes import HeadSize
 from spectrain.target.capture import capture
 from spectrain.target.model import Target
 from spectrain.training.loop import _order
@@ -129,6 +141,9 @@ def test_70b_without_weights_says_that_it_must_be_sharded(large: Path, cli: Call
     assert "DOES NOT FIT" in out and "target sharded by FSDP2 (--placement fsdp2" in out and "not in today's code" in out
     assert "weights gathered" in out and "hours on 16 device(s), with what was switched on above" in out
     assert "bf16 last state" in out and "tokens of cache" in out and "(assumed)" in out
+    assert "4 copies of the target on 4 device(s) each" in out and "do not hold the target" not in out
+    alone = cli("plan", large, "--tokens", "1e9").output
+    assert "the devices do not hold the target" in alone and "it does not fit there" in alone and "displaced" not in alone
     sharded = cli("plan", large, "--gpus", 16, "--tokens", "1e9", "--placement", "fsdp2", "--json")
     found = json.loads(sharded.stdout)
     assert found["target"]["params"] == 70_553_706_496 and found["fits"] and not found["ways"]
@@ -173,6 +188,10 @@ def test_prompts_of_a_recipe_say_how_much_there_is_at_most(project: Path, cli: C
         (["--tokens", "1e6", "--placement", "cloud"], "placement 'cloud' is unknown; there are rank, fsdp2, tp, zero3"),
         (["--tokens", "1e6", "--supervised-share", "2"], "--supervised-share lies above 0 and at most at 1, found 2.0"),
         (["--tokens", "1e6", "--gpus", "0"], "--gpus 0: a run has one device or more"),
+        (["--tokens", "inf"], "--tokens is a number, such as 1e9, found inf"), (["--row-length", "9"], "add --tokens N or leave them out"),
+        (["--tokens", "1e6", "--rows", "rows"], "--rows and --tokens both say how much data there is; give one of them"),
+        (["--tokens", "1e6", "--row-length", "5000"], "--row-length 5000 is above 4096, which a row may have"),
+        (["--tokens", "1e6", "--gpu-memory", "inf"], "memory of a device is a number above zero, found inf; mend --gpu-memory"),
         (["--tokens", "1e6", "--set", "head.kind=hawk"], "head 'hawk' is unknown; there are"),
         (["--tokens", "1e6", "--set", "head.draft_vocab_size=200000"], "head.draft_vocab_size 200000 is above the 128256 rows"),
         (["--tokens", "1e6", "--set", "head.size=3"], "head.size: unknown key"),
@@ -197,3 +216,42 @@ def test_every_kind_has_a_plan(kind: str, large: Path, cli: Callable[..., Result
     found = json.loads(result.stdout)
     assert 0 < found["served"]["c"] < 0.2 and found["hours"]["training"]["hours"] > 0
     assert (found["served"]["kv_head"] > 0) == (kind != "medusa")
+
+
+@pytest.mark.parametrize(("kind", "depth"), [("eagle3", 4), ("medusa", 2), ("hydra", 2)])
+def test_chain_is_deeper_than_the_head_drafts(kind: str, depth: int, large: Path, cli: Callable[..., Result]) -> None:
+    """The recipe's chain of 4, or as many as there are heads."""
+    set_ = ["--set", f"head.kind={kind}", "--set", "training.ttt_steps=2", *(["--set", "head.num_heads=2"] if depth == 2 else [])]
+    result = cli("plan", large, "--tokens", "1e6", *set_)
+    assert result.exit_code == 0 and f"a chain of {depth} pays above tau" in result.output, result.output
+    head = HeadSize("", 0, 0, 0, (), 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, False, max_depth=depth)
+    recipe = load_config(Recipe, large, ["data.prepare.validation=0.1"])
+    assert probe_of(recipe, head, None, 4096)[2] == probe_of(recipe, replace(head, max_depth=None), None, 4096)[2] - 2 * (4 - depth)
+
+
+@pytest.mark.parametrize(
+    ("made_of", "said"),
+    [
+        (MambaConfig(), r"its config \(MambaConfig\) has no num_attention_heads.*; choose a causal model"),
+        (T5Config(), r"its config \(T5Config\) has no max_position_embeddings|transformers makes no causal model of a T5Config"),
+        (CLIPTextConfig(), "transformers makes no causal model of a CLIPTextConfig; choose another --target"),
+        (DeepseekV3Config(num_hidden_layers=1, n_routed_experts=8), "with compressed keys .latent attention., which cannot be verified"),
+        ({"model_type": "llama", "num_hidden_layers": "many"}, "no config of a target at .*num_hidden_layers"),
+    ],
+)  # fmt: skip
+def test_target_that_cannot_be_trained_on_has_a_plan(
+    made_of: Any, said: str, large: Path, tmp_path: Path, cli: Callable[..., Result]
+) -> None:
+    if isinstance(made_of, dict):
+        (tmp_path / "config.json").write_text(json.dumps(made_of))
+    else:
+        made_of.save_pretrained(tmp_path)
+    result = cli("plan", large, "--tokens", "1e6", "--target", tmp_path)
+    assert result.exit_code == 1 and re.search(said, result.stderr), result.output
+
+
+def test_windows_are_planned_without_a_word(large: Path, tmp_path: Path, cli: Callable[..., Result]) -> None:
+    MistralConfig(sliding_window=4096).save_pretrained(tmp_path)
+    result = cli("plan", large, "--tokens", "1e6", "--target", tmp_path)
+    assert result.exit_code == 0 and "not counted: windows of the target's attention" in result.output, result.output
+    assert "windows of" not in cli("plan", large, "--tokens", "1e6").output

@@ -159,7 +159,7 @@ def test_processes_give_up_while_one_prepares(tmp_path: Path, monkeypatch: pytes
 def test_package_without_a_model_is_a_traceback() -> None:
     for name in ("json", "no_such_package"):
         with pytest.raises(ValueError, match=f"no GGUF file in the Python package {name}; install it with: pip install"):
-            stages._package_gguf(name)
+            stages.package_gguf(name)
 
 
 def _settings(kind: str) -> list[str]:

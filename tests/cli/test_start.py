@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from spectrain.cli.quickstart import quickstart
 from spectrain.cli.start import open_start
 from spectrain.config import HeadConfig, Recipe, TrainingConfig
-from spectrain.heads.base import save_head
+from spectrain.heads.base import HEADS, save_head
 from spectrain.training.setup import new_head
 
 Cli = Callable[..., Any]
@@ -74,6 +74,11 @@ def test_number_of_heads_of_a_start_is_not_its_own(make_target, tmp_path: Path, 
     other = recipe.model_copy(update={"training": TrainingConfig(ttt_steps=4)})
     with pytest.raises(ValueError, match=f"ttt_steps 4, and a {kind} head of head.num_heads 3.*ttt_steps=3"):
         open_start(other, target, told.append)
+    for another in HEADS:  # whose states and settings would be refused first, or only after its states are captured
+        if another != kind:
+            asks = recipe.model_copy(update={"head": recipe.head.model_copy(update={"kind": another})})
+            with pytest.raises(ValueError, match=f"holds a head of kind {kind}, the recipe asks for head.kind {another}; .*kind={kind}"):
+                open_start(asks, target, told.append)
 
 
 @pytest.mark.parametrize("command", ["generate", "export"])

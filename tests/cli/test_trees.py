@@ -1,5 +1,6 @@
 """`evaluate --write-tree` and `--tree`: the counts are those of the generator's rounds, and what flatters a tree is told."""
 
+import importlib
 import json
 import re
 import types
@@ -15,20 +16,22 @@ from click.testing import Result
 from spectrain.cli import trees as stage
 from spectrain.cli.evaluate import evaluate
 from spectrain.cli.probe import Probe
-from spectrain.cli.trees import given_tree, tree_notes, write_tree
+from spectrain.cli.trees import given_tree, read_tree, tree_notes, write_tree
 from spectrain.cli.wiring import as_drafter
 from spectrain.config import EvaluationConfig, HeadConfig, Suite, load_config
 from spectrain.data.rows import Row
 from spectrain.decoding.generate import generate
 from spectrain.decoding.shapes import Tree
+from spectrain.evaluation import measure
 from spectrain.evaluation.measure import suite_prompts
 from spectrain.evaluation.render import parse_report
-from spectrain.heads.base import HEADS
+from spectrain.heads.base import HEADS, save_head
 from spectrain.target.cache import SlabCache
 from spectrain.target.model import Target
-from spectrain.training.setup import new_head
+from spectrain.training.setup import made_with, new_head
 from spectrain.yields import Costs
 
+evaluation = importlib.import_module("spectrain.cli.evaluate")  # the package has a command of this name
 CHEAP = Costs(seconds=1.0, v=tuple(1.0 + 0.01 * n for n in range(65)), c=0.01)
 SHAPES = {"chain": 2, "ngram": 2, "tree_top_k": 3, "tree_depth": 3, "tree_budget": 6}
 Made = tuple[Path, dict[str, Any], list[str]]
@@ -215,15 +218,99 @@ def test_tree_that_cannot_be_drafted_is_accepted(made: Made, head: Any, root: Pa
     with pytest.raises(ValueError, match="name the file with --tree"):
         given_tree(config(tree_nodes=4), root, head)
     none = root / "none.json"
-    none.write_text(json.dumps({**content, "tree": {"paths": []}}))
+    none.write_text(json.dumps({**content, "tree": {"paths": [], "nodes": 0, "tau": None}}))
     with pytest.raises(ValueError, match="no tree pays at batch 1; measure one of its others with --set tree_nodes=N, of 4, "):
         given_tree(config(tree=str(none)), root, head)
     assert given_tree(config(tree=str(none), tree_nodes=4), root, head).shape.budget == 4  # type: ignore[union-attr]
     assert given_tree(config(), root, None) is None
+    none.write_text("[]")
+    with pytest.raises(ValueError, match="none.json is a list without paths.*leave --tree out"):
+        given_tree(config(tree=str(none)), root, head)
 
 
-def test_commands_make_and_measure_and_draft_the_tree(project: Path, trained: Path, cli: Callable[..., Result], tmp_path: Path) -> None:
-    suite, both = project / "eval/suites/tiny.yaml", ["--target", project / "target", "--head", trained / "head"]
+FAULTS = {
+    "format": 2, "tree": None, "tree.paths": [[1, 0]], "tree.nodes": 1.5, "tree.tau": "2.1", "budgets": {}, "budgets.0.paths": [["0"]],
+    "budgets.0.nodes": 5, "budgets.0.tau": float("nan"), "head": [], "head.kind": None, "head.sha256": 3, "suite": "one", "suite.name": 1,
+    "prompts": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", FAULTS)
+@pytest.mark.parametrize("way", ["changed", "left out"])
+def test_damage_of_a_file_shows_after_the_work(place: str, way: str, made: Made, root: Path) -> None:
+    """Every key that is read later is looked at when the file is, and the message names it."""
+    content = json.loads(made[0].read_text())
+    *above, last = place.split(".")
+    part = content
+    for key in above:
+        part = part[int(key) if key.isdigit() else key]
+    part[last] = FAULTS[place]
+    if way == "left out":
+        del part[last]
+    (root / "damaged.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="damaged.json") as found:
+        read_tree(config(tree="damaged.json"), root)
+    assert last in str(found.value) or "path 0 is" in str(found.value) or "path 0," in str(found.value) or "TypeError" in str(found.value)
+
+
+def test_tree_of_equal_size_lends_its_figures(made: Made, small: Target, head: Any, root: Path) -> None:
+    content = json.loads(made[0].read_text())
+    size = content["budgets"][0]["nodes"]
+    content["tree"] = {**content["tree"], "paths": [[9 - i] for i in range(size)], "nodes": size, "tau": 7.77}
+    (root / "equal.json").write_text(json.dumps(content))
+    told = []
+    for nodes in (None, size):
+        tree = read_tree(config(tree="equal.json", tree_nodes=nodes), root)
+        assert tree is not None
+        told += tree_notes(tree, small, head, [], temperature=0.0)
+    assert "tau 7.77 was expected" in told[0] and f"tau {content['budgets'][0]['tau']:.2f} was expected" in told[1]
+
+
+def test_stopped_draws_end_elsewhere(
+    made: Made, small: Target, head: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at temperature 1, in tau and again in the timed part: all answers and rounds are those of the unbroken run."""
+    short = (root / "eval/suites/one.yaml").read_text().replace("red: 4, blue: 4", "red: 2, blue: 2").replace("_tokens: 24", "_tokens: 9")
+    (root / "eval/suites/short.yaml").write_text(short)
+    settings = {"temperature": 1.0, "tree": str(made[0]), "shapes": {**SHAPES, "chain": 1}}
+
+    def run(out: Path) -> dict[Any, Any]:
+        evaluate(small, head, config("short", **settings), out, root, extra={"versions": {}}, say=lambda text: None)
+        rows = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+        assert len({row["key"] for row in rows}) == 1
+        return {(row["arm"], row["mode"], row["id"]): (row["tokens"], [r[:3] for r in row["rounds"]]) for row in rows}
+
+    monkeypatch.setattr(evaluation, "measure_costs", lambda *args, **settings: CHEAP)
+    monkeypatch.setattr(evaluation, "advise_depth", lambda survival, costs: (1, 1.5))
+    whole = run(tmp_path / "whole")
+    calls: list[int] = []
+
+    def stopping(*args: Any, **settings: Any) -> Any:
+        calls.append(1)
+        if len(calls) in (5, 18):
+            raise KeyboardInterrupt
+        return generate(*args, **settings)
+
+    monkeypatch.setattr(measure, "generate", stopping)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "stopped")
+    lines = [json.loads(line) for line in (tmp_path / "stopped/records.jsonl").read_text().splitlines()]
+    assert len(lines) < len(whole) and {line["mode"] for line in lines} == {"tau", "speed"}
+    assert run(tmp_path / "stopped") == whole and len({tuple(tokens) for tokens, _ in whole.values()}) > 8
+
+
+@pytest.fixture
+def on_disk(small: Target, head: Any, root: Path, save_target: Callable[..., Path]) -> list[Any]:
+    """Options that name the target and the head as folders."""
+    if not (root / "head").exists():
+        save_target(small, root / "target")
+        save_head(head, root / "head", run_yaml="", made_with=made_with(small, {}))
+    return ["--target", root / "target", "--head", root / "head"]
+
+
+def test_commands_make_and_measure_and_draft_the_tree(root: Path, on_disk: list[Any], cli: Callable[..., Result], tmp_path: Path) -> None:
+    suite, both = root / "eval/suites/one.yaml", on_disk
     small = ["--set=speed_max_new_tokens=4", "--set=speed_prompts=1", "--set=compile=false"]
     result = cli("evaluate", *both, "--suite", suite, "--write-tree", tmp_path / "t.json", *small)
     assert result.exit_code == 0, result.output
@@ -242,6 +329,22 @@ def test_commands_make_and_measure_and_draft_the_tree(project: Path, trained: Pa
     ask = ["generate", "w12 w44", *both, "--max-new-tokens", 9, "--json"]
     tree, plain = (json.loads(cli(*ask, *more).stdout) for more in (["--tree-file", listed], ["--drafter", "none"]))
     assert tree["tokens"] == plain["tokens"] and tree["drafted"] == nodes * tree["rounds"]
+    listed.write_text("[]")
+    told = cli("generate", "w12 w44", *both, "--max-new-tokens", 3, "--tree-file", listed)
+    assert told.exit_code == 0 and "l.json has no nodes" in " ".join(told.output.split())
+    alone = cli("generate", "w12 w44", *both[:2], "--tree-file", listed)
+    assert alone.exit_code == 1 and "add --head FOLDER" in alone.stderr
+
+
+def test_place_of_the_file_is_looked_at_after_the_work(root: Path, on_disk: list[Any], cli: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "d.json").mkdir()
+    (tmp_path / "f").touch()
+    write = ["evaluate", "--target", "nowhere/at/all", *on_disk[2:], "--suite", root / "eval/suites/one.yaml", "--write-tree"]
+    for name, said in (("t.txt", "name it .*t.json"), ("d.json", "is a folder; name a file inside it"), ("f/t.json", "exists.*f")):
+        result = cli(*write, tmp_path / name)
+        assert result.exit_code == 1 and re.search(said, result.stderr), result.output
+    result = cli(*write, tmp_path / "new/t.json", "--out", tmp_path / "o")
+    assert result.exit_code == 2 and "give one of them" in " ".join(result.stderr.split()), result.output
 
 
 @pytest.mark.parametrize(

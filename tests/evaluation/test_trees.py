@@ -217,7 +217,10 @@ def test_file_gives_another_tree(tmp_path: Path) -> None:
     [
         (None, None, "no file .*--write-tree"), ("{", None, "is no file of a tree"), ('{"a": 1}', None, "is no file of a tree"),
         ("[[1, 0]]", None, "has no parent"), ("[1]", None, "is no file of a tree"), ("3", None, "is no file of a tree"),
-        ("[[0]]", 2, "no tree of 2 nodes; there are only one"),
+        ("[[0]]", 2, "no tree of 2 nodes; there are only one"), ("[" * 100_000, None, "is no file of a tree .RecursionError"),
+        ("[[" + "9" * 5000 + "]]", None, "is no file of a tree"), ("[[1e3]]", None, r"t.json: StaticTree: path 0 is \(1000.0,\)"),
+        ("[[0, 1024]]", None, "1,025 nodes or ranks, at most 1,024 are drafted"), ('{"tree": {"paths": "ab"}}', None, "KeyError"),
+        (json.dumps([[i] for i in range(1025)]), None, "holds a tree of 1,025 nodes or ranks"),
         ('{"tree": {"paths": []}, "budgets": [{"paths": [[0]]}, {"paths": [[0], [1]]}]}', 3, "no tree of 3 nodes; there are 1, 2"),
     ],
 )  # fmt: skip

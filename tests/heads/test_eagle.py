@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from spectrain.config import HeadConfig, LossConfig, TrainingConfig
+from spectrain.data.order import sizes
 from spectrain.data.rows import Row
 from spectrain.decoding.generate import generate
 from spectrain.decoding.shapes import Chain, Tree
@@ -22,6 +23,7 @@ from spectrain.heads.eagle import Eagle
 from spectrain.target.cache import SlabCache
 from spectrain.target.features import OnlineFeatures
 from spectrain.target.model import Target
+from spectrain.training import loop
 from spectrain.training.fit import fit_start
 from spectrain.training.loop import Trainee, _work
 from spectrain.training.setup import check_config, check_training, new_head
@@ -324,8 +326,7 @@ def test_fresh_head_guesses_nothing(make_target, tmp_path: Path) -> None:
     head = new_head(HeadConfig(kind="eagle", draft_vocab_size=60), target, rows, seed=0)
     assert all(p.isfinite().all() for p in head.parameters()) and not head.fitted
     assert torch.equal(head.lm_head.weight, target.output_VW[head.target_ids])
-    numbers = np.array([row.supervised for row in rows])
-    (note,) = fit_start(head, samples, numbers, target.embedding_VW)
+    (note,) = fit_start(head, samples, sizes(rows), target.embedding_VW, shares={"d": 50})
     used = [samples[i] for i in np.random.default_rng(0).permutation(50)[:37]]  # 28 tokens each: 32 a width of 32 are wanted
     assert f"fitted to {37 * 27} states" in note and head.fitted
     ids_SL, f_SLW = torch.stack([s.ids_L for s in used]), torch.stack([s.states.float() for s in used]).double()
@@ -339,15 +340,43 @@ def test_fresh_head_guesses_nothing(make_target, tmp_path: Path) -> None:
     save_head(head, tmp_path / "head", run_yaml="", made_with={})
     again = new_head(HeadConfig(kind="eagle", draft_vocab_size=60), target, rows, seed=0, start=load_head(tmp_path / "head"))
     for kept in (head, again):
-        assert fit_start(kept, samples, numbers, target.embedding_VW) == [] and torch.equal(kept.fc.weight, head.fc.weight)
+        assert fit_start(kept, samples, sizes(rows), target.embedding_VW, shares={"d": 50}) == [] and torch.equal(kept.fc.weight, head.fc.weight)
 
 
 def test_few_states_make_a_wild_guess(target: Target) -> None:
     """Fewer rows than unknowns: the guess stays small."""
     rows = [Row("a", "d", torch.randint(0, 100, (12,)).tolist(), [0] * 2 + [1] * 10)]
     head = new_head(HeadConfig(kind="eagle", draft_vocab_size=60), target, rows, seed=0)
-    assert fit_start(head, samples_of(target, rows), np.array([10]), target.embedding_VW)
+    assert fit_start(head, samples_of(target, rows), sizes(rows), target.embedding_VW, shares={"d": 1})
     assert head.fc.weight.isfinite().all() and float(head.fc.weight.detach()[:, 32:].norm()) < 3
+
+
+def test_start_is_fitted_to_rows_that_the_run_leaves_out(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of a domain that is never drawn are not read: the guess is that of a run without them."""
+    drawn = BY_HAND["random_rows"](4)
+    rows = [*drawn, *(Row(f"x{i}", "left out", [7] * 30, [0] * 3 + [1] * 27) for i in range(4))]
+    alone, beside = (BY_HAND["fresh"](target, samples_of(target, drawn), **EAGLE) for _ in range(2))
+    same = {"steps": 1, "lr": 1e-12}
+    BY_HAND["run"](alone, samples_of(target, drawn), target, tmp_path / "alone", TrainingConfig(**same))
+    weights = {"d": 1.0, "left out": 0.0}
+    BY_HAND["run"](beside, samples_of(target, rows), target, tmp_path / "beside", TrainingConfig(domain_weights=weights, **same))
+    told = [line for line in capsys.readouterr().out.splitlines() if "first guess is fitted" in line]
+    assert len(told) == 2 and told[0].partition(" in ")[0] == told[1].partition(" in ")[0]
+    torch.testing.assert_close(beside.fc.weight, alone.fc.weight, atol=1e-4, rtol=1e-3)
+
+
+def test_fit_takes_no_time_of_the_run(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, samples = [0.0], samples_of(target, BY_HAND["random_rows"](2))
+
+    def fit(*_: Any, **__: Any) -> list[str]:
+        clock[0] += 60.0
+        return []
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(loop, "fit_start", fit)
+    head = BY_HAND["fresh"](target, samples, **EAGLE)
+    result = BY_HAND["run"](head, samples, target, tmp_path, TrainingConfig(eval_steps=1, tokens_per_step=1, max_minutes=0.5))
+    assert result.steps == 1 and result.history[0]["minutes"] == 1.0
 
 
 def test_start_is_fitted_again_on_resuming(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from spectrain.planning import head_work
 from spectrain.planning.machines import MACHINES
 from spectrain.planning.sizes import Batch, Case, Data, HeadSize, TargetSize
 from spectrain.target.model import Target
-from spectrain.training.setup import _sizes
+from spectrain.training.setup import head_sizes
 
 B, L, PROMPT, K, W, VD = 4, 128, 64, 3, 64, 100
 WAYS = [{}, {"num_layers": 2}, {"output": "frozen"}]
@@ -41,7 +41,7 @@ def made(kind: str, target: Target, **changes: Any) -> tuple[Any, HeadSize]:
     """A real head, and the plan's size of it."""
     config, training = config_of(kind, **changes)
     cls = head_class(kind)
-    values = {**_sizes(config, target), "draft_vocab_size": VD}
+    values = {**head_sizes(config, target), "draft_vocab_size": VD}
     head = cls(cls.Config(**{name: value for name, value in values.items() if name in cls.Config.model_fields}))
     head.train_output(config.output == "trained")
     return head, head_size(config, training, Skeleton(target.config, target.vocab_size, "tiny"))

@@ -185,8 +185,11 @@ def test_figures_of_a_device() -> None:
     assert (MACHINES["h100"].between(8), MACHINES["h100"].between(16)) == (450e9, 50e9)
     with pytest.raises(ValueError, match=r"device 'h900' is unknown; there are h100, .*--gpu-flops"):
         machine("h900")
-    with pytest.raises(ValueError, match="memory of a device is above zero, found -1"):
+    with pytest.raises(ValueError, match="memory of a device is a number above zero, found -1; mend --gpu-memory"):
         machine("h100", memory=-1)
+    for value in (float("inf"), float("nan"), 0.0):
+        with pytest.raises(ValueError, match="link of a device is a number above zero.*mend --link"):
+            machine("h100", link=value)
 
 
 def test_terms_say_what_was_multiplied() -> None:
