@@ -11,8 +11,8 @@ class HeadConfig(Stage):
     """Of every head. kind: a name in `spectrain.heads.base.HEADS`. draft_vocab_size: the most frequent supervised tokens that the head
     can draft; None: all that the tokenizer has. start: a head to go on from (a head directory, or a flat EAGLE-3 folder of ours or of
     another trainer); sizes, flags and draft vocabulary are then its own. output: train the output layer, or keep it frozen; it starts as
-    a copy of the target's rows (a trained one of Medusa at a quarter of them). layer_ids: states that are read: hidden states hs[i], two to five, of an EAGLE-3 head (None: (2, n // 2,
-    n - 3)); the other heads read the last state (-1, the only one they can read).
+    a copy of the target's rows (Medusa's, where it is trained, as a quarter of them). layer_ids: states that are read: hidden states
+    hs[i], two to five, of an EAGLE-3 head (None: (2, n // 2, n - 3)); the other heads read the last state (-1, the only one they can read).
 
     init_layer (eagle3, hydra): start the first decoder layer from the target's last layer, or at random. num_layers: decoder layers; of
     Medusa and Hydra residual blocks a head. num_heads (medusa, hydra): drafts that they can make on a path. hidden_size (eagle3): width of

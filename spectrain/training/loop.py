@@ -130,13 +130,12 @@ def train(
     result, pace, spent, more = _resume(saved, order, pace, shares, config)
     notes += [*more, *_vocabulary_note(scanned_Vd, head.target_ids.tolist()), *_ended_note(result.steps, pace, spent, config)]
     started = saved_at = time.monotonic()
-    if saved is None:  # only here it is known; a fit takes of the run's time
-        notes += fit_start(head, samples, row_sizes, embed_VW.detach().to(device), shares=shares)
+    # A run that goes on has its start behind it; the time that a fit takes is the run's.
+    notes += fit_start(head, samples, row_sizes, embed_VW.detach().to(device), shares=shares) if saved is None else []
     trainee = Trainee(head, config, embed_VW=embed_VW.detach().to(device), output_VW=output_VW.detach().to(device), backbone=backbone)
     model, optimizer = accelerator.prepare(trainee, optimizer)  # from here on `head` is the same weights without the wrapping
-    step, over = result.steps, _time_is_up(spent, config)
+    step, over, measured = result.steps, _time_is_up(spent, config), _measured_so_far(saved, config, device)
     tracked = config if step < pace.last and not over else config.model_copy(update={"tracker": "none"})  # nothing to track
-    measured = _measured_so_far(saved, config, device)
     model.train()
     with only_run(out, accelerator), Progress(pace.last, step, accelerator, tracked, out) as progress, GracefulStop() as stop:
         progress.note("\n".join(notes))

@@ -326,7 +326,8 @@ def test_fresh_head_guesses_nothing(make_target, tmp_path: Path) -> None:
     head = new_head(HeadConfig(kind="eagle", draft_vocab_size=60), target, rows, seed=0)
     assert all(p.isfinite().all() for p in head.parameters()) and not head.fitted
     assert torch.equal(head.lm_head.weight, target.output_VW[head.target_ids])
-    (note,) = fit_start(head, samples, sizes(rows), target.embedding_VW, shares={"d": 50})
+    of_rows = sizes(rows)
+    (note,) = fit_start(head, samples, of_rows, target.embedding_VW, shares={"d": 50})
     used = [samples[i] for i in np.random.default_rng(0).permutation(50)[:37]]  # 28 tokens each: 32 a width of 32 are wanted
     assert f"fitted to {37 * 27} states" in note and head.fitted
     ids_SL, f_SLW = torch.stack([s.ids_L for s in used]), torch.stack([s.states.float() for s in used]).double()
@@ -340,7 +341,7 @@ def test_fresh_head_guesses_nothing(make_target, tmp_path: Path) -> None:
     save_head(head, tmp_path / "head", run_yaml="", made_with={})
     again = new_head(HeadConfig(kind="eagle", draft_vocab_size=60), target, rows, seed=0, start=load_head(tmp_path / "head"))
     for kept in (head, again):
-        assert fit_start(kept, samples, sizes(rows), target.embedding_VW, shares={"d": 50}) == [] and torch.equal(kept.fc.weight, head.fc.weight)
+        assert fit_start(kept, samples, of_rows, target.embedding_VW, shares={"d": 50}) == [] and torch.equal(kept.fc.weight, head.fc.weight)
 
 
 def test_few_states_make_a_wild_guess(target: Target) -> None:
