@@ -37,6 +37,8 @@ def order_line(names: Sequence[str], ratios: Sequence[Mapping[str, float]]) -> s
 
 def cell(found: Mapping[str, Any], value: str, digits: int = 2) -> str:
     """A figure with its interval."""
+    if found["lo"] is None:  # of a single prompt
+        return f"{found[value]:.{digits}f}"
     return f"{found[value]:.{digits}f} [{found['lo']:.{digits}f}, {found['hi']:.{digits}f}]"
 
 

@@ -253,9 +253,7 @@ def adapter_hash(folder: Path) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode() + weights).hexdigest()
 
 
-def save_head(
-    head: Any, out: Path, *, run_yaml: str, made_with: Mapping[str, Any], adapter: Callable[[Path], str] | None = None
-) -> None:
+def save_head(head: Any, out: Path, *, run_yaml: str, made_with: Mapping[str, Any], adapter: Callable[[Path], str] | None = None) -> None:
     """Write a head directory, replacing an earlier one only once the new one is whole.
 
     `head.tokens` (of `pack_tokens`), where it is set, is kept too. adapter(folder): write the adapter of the target that was trained with

@@ -73,9 +73,7 @@ class Work:
 class Trainee(nn.Module):
     """The head with its loss: what accelerate wraps, so that one forward pass of a process is all that its gradients come from."""
 
-    def __init__(
-        self, head: Any, config: TrainingConfig, *, embed_VW: Tensor, output_VW: Tensor, backbone: Backbone | None = None
-    ) -> None:
+    def __init__(self, head: Any, config: TrainingConfig, *, embed_VW: Tensor, output_VW: Tensor, backbone: Backbone | None = None) -> None:
         super().__init__()
         self.head, self.config, self.target_ids, self.backbone = head, config, head.target_ids, backbone
         self.embed_VW, self.rows_VdW = embed_VW, output_VW[head.target_ids].float()
@@ -354,7 +352,7 @@ def _measure(
 ) -> None:  # fmt: skip
     """Measure acceptance with the real generator on the main process, of the averaged weights where there are such, and keep the best
     head (and the last); then go back to training mode."""
-    chosen = trainee.head if average is None else average.module
+    chosen = trainee.head if average is None or not int(average.n_averaged) else average.module  # made before the head's start is fitted
     found: dict[str, Any] = {"measured_tau": None}
     if accelerator.is_main_process:
         trainee.eval()

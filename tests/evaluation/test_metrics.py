@@ -45,7 +45,7 @@ def test_token_of_the_prompts_pass_is_counted() -> None:
     assert len(alone.tokens) == 1
     assert tau_table({"x": [SHORT, alone]}, 2)["x"]["tau"] == 2.0
     assert tau_table({"x": [alone]}, 2)["x"] == {
-        "tau": 0.0, "lo": 0.0, "hi": 0.0, "tokens": 0, "rounds": 0, "prompts": 1, "acceptance": [0.0, 0.0], "conditional": [],
+        "tau": 0.0, "lo": None, "hi": None, "tokens": 0, "rounds": 0, "prompts": 1, "acceptance": [0.0, 0.0], "conditional": [],
     }  # fmt: skip
 
 
@@ -96,9 +96,11 @@ def test_interval_leaves_out_the_value() -> None:
 
 
 def test_rounds_of_one_prompt_pass_for_independent() -> None:
-    """With one prompt there is nothing to resample, however many rounds it has."""
-    found = tau_table({"x": [LONG]}, 2)["x"]
-    assert found["lo"] == found["tau"] == found["hi"] == 1.0
+    """With one prompt there is nothing to resample, however many rounds it has: no interval, and none over domains either."""
+    found = tau_table({"x": [LONG], "y": [FULL, SHORT]}, 2)
+    assert found["x"]["tau"] == 1.0 and [found[key][end] for key in ("x", "all (macro)") for end in ("lo", "hi")] == [None] * 4
+    assert found["y"]["lo"] < found["y"]["hi"] and found["all (micro)"]["lo"] < found["all (micro)"]["hi"]
+    assert speed_cell([LONG], [LONG])["lo"] is None and speed_cell([LONG] * 2, [LONG] * 2)["lo"] is not None
 
 
 def test_interval_is_not_95_percent() -> None:
@@ -108,8 +110,8 @@ def test_interval_is_not_95_percent() -> None:
 
 
 def test_macro_interval_mixes_domains() -> None:
-    """Prompts are drawn again within their own domain: two domains of one prompt each have no spread."""
-    cell = tau_table({"x": [LONG], "y": [FULL]}, 2)["all (macro)"]
+    """Prompts are drawn again within their own domain: two domains of equal prompts have no spread."""
+    cell = tau_table({"x": [LONG] * 2, "y": [FULL] * 2}, 2)["all (macro)"]
     assert cell["lo"] == cell["tau"] == cell["hi"] == 2.5
 
 

@@ -341,7 +341,8 @@ def test_fresh_head_guesses_nothing(make_target, tmp_path: Path) -> None:
     save_head(head, tmp_path / "head", run_yaml="", made_with={})
     again = new_head(HeadConfig(kind="eagle", draft_vocab_size=60), target, rows, seed=0, start=load_head(tmp_path / "head"))
     for kept in (head, again):
-        assert fit_start(kept, samples, of_rows, target.embedding_VW, shares={"d": 50}) == [] and torch.equal(kept.fc.weight, head.fc.weight)
+        assert fit_start(kept, samples, of_rows, target.embedding_VW, shares={"d": 50}) == []
+        assert torch.equal(kept.fc.weight, head.fc.weight)
 
 
 def test_few_states_make_a_wild_guess(target: Target) -> None:
@@ -364,6 +365,22 @@ def test_start_is_fitted_to_rows_that_the_run_leaves_out(target: Target, tmp_pat
     told = [line for line in capsys.readouterr().out.splitlines() if "first guess is fitted" in line]
     assert len(told) == 2 and told[0].partition(" in ")[0] == told[1].partition(" in ")[0]
     torch.testing.assert_close(beside.fc.weight, alone.fc.weight, atol=1e-4, rtol=1e-3)
+
+
+def test_average_of_no_step_is_measured(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first update the weights are the fitted ones; the average is of what stood there before."""
+    samples, guesses, seen, missed = samples_of(target, BY_HAND["random_rows"](4)), [], [], iter(["gradient not finite"])
+    fit, update = Eagle.fit, loop._update
+    monkeypatch.setattr(Eagle, "fit", lambda self, guess: (guesses.append(guess), fit(self, guess))[1])
+    monkeypatch.setattr(loop, "_update", lambda *args: next(missed, None) or update(*args))
+
+    def measure(head: Eagle) -> dict[str, float]:
+        seen.append(head.fc.weight.detach().clone())
+        return {"measured_tau": 1.0}
+
+    config = TrainingConfig(eval_steps=1, steps=2, ema=0.9, tokens_per_step=10)
+    BY_HAND["run"](BY_HAND["fresh"](target, samples, **EAGLE), samples, target, tmp_path, config, on_eval=measure)
+    assert len(seen) == 2 and torch.equal(seen[0], guesses[0]) and not torch.equal(seen[1], guesses[0])
 
 
 def test_fit_takes_no_time_of_the_run(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
