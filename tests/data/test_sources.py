@@ -275,7 +275,7 @@ def test_plain_text_loses_a_character(tmp_path: Path) -> None:
     ("name", "data", "message"),
     [
         ("a.jsonl", "{}".encode("utf-16"), "is UTF-16; needed UTF-8. Run: iconv"),
-        ("a.jsonl", gzip.compress(b"{}"), r"is compressed \(gz\), against its ending"),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0), r"is compressed \(gz\), against its ending"),
         ("a.jsonl.gz", b"{}", "is not compressed, against its ending"),
         ("a.parquet", b"{}", "is not Parquet"),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is only a pointer of Git LFS; run: git lfs pull"),
@@ -304,7 +304,7 @@ def test_files_are_read_twice_or_missed(tmp_path: Path, monkeypatch: pytest.Monk
     left_out_files = (left_out[0], left_out[2], left_out[4])
     for name in ("d/b.jsonl", "d/licences.jsonl", "d/a/x.csv", "d/a/c.JSON.gz", "d/.hidden/y.jsonl", "e.jsonl", *left_out_files):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_bytes(gzip.compress(b"{}") if name.endswith("gz") else GOOD)
+        Path(name).write_bytes(gzip.compress(b"{}", mtime=0) if name.endswith("gz") else GOOD)
     found = find_sources(["d", "*.jsonl", "d/**/*.jsonl", "./e.jsonl"])
     assert [s.name for s in found] == ["d/a/c.JSON.gz", "d/a/x.csv", "d/b.jsonl", "d/licences.jsonl", "e.jsonl"]
     assert [s.name for s in find_sources(["d/*"])] == [s.name for s in found][:4], "folders that a pattern meets"
