@@ -43,7 +43,9 @@ class HeadConfig(Stage):
     norm_before_residual: bool = False
 
     @model_validator(mode="after")
-    def _one_norm(self) -> "HeadConfig":
+    def _fits(self) -> "HeadConfig":
+        if self.kind == "eagle3" and self.layer_ids is not None and not (len(self.layer_ids) > 1 and min(self.layer_ids) > -1):
+            raise ValueError(f"head.layer_ids {list(self.layer_ids)}: an EAGLE-3 head fuses two to five hidden states hs[i]")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("head.fc_norm and head.norm_before_fc both norm the fused states; set one of them")
         return self

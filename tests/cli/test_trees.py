@@ -309,6 +309,7 @@ def on_disk(small: Target, head: Any, root: Path, save_target: Callable[..., Pat
     return ["--target", root / "target", "--head", root / "head"]
 
 
+@pytest.mark.slow
 def test_commands_make_and_measure_and_draft_the_tree(root: Path, on_disk: list[Any], cli: Callable[..., Result], tmp_path: Path) -> None:
     suite, both = root / "eval/suites/one.yaml", on_disk
     small = ["--set=speed_max_new_tokens=4", "--set=speed_prompts=1", "--set=compile=false"]

@@ -53,7 +53,7 @@ def train_one_weight(
         return [b - a for a, b in zip(breaks[:-1], breaks[1:], strict=True) if b > a]
 
     monkeypatch.setattr(loop, "unrolled_loss", loss)
-    monkeypatch.setattr(loop, "make_optimizer", lambda head, config: torch.optim.SGD([{"params": [head.w], "rate": "lr"}], lr=config.lr))
+    monkeypatch.setattr(loop, "make_optimizer", lambda head, config, *_: torch.optim.SGD([{"params": [head.w], "rate": "lr"}], lr=config.lr))
     seen = BY_HAND["watch_steps"](monkeypatch)
     head = OneWeight()
     BY_HAND["run"](head, samples, target, out, config)
@@ -117,7 +117,7 @@ def test_accumulated_batches_learn_otherwise_than_one(target: Target, tmp_path: 
 def test_gradient_of_uneven_windows_is_another(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step's update by SGD, of windows of 1 to 7 batches, is that of one big batch, within 1e-6 of the largest entry."""
     monkeypatch.setattr(
-        loop, "make_optimizer", lambda head, config: torch.optim.SGD([{"params": [*head.parameters()], "rate": "lr"}], lr=config.lr)
+        loop, "make_optimizer", lambda head, config, *_: torch.optim.SGD([{"params": [*head.parameters()], "rate": "lr"}], lr=config.lr)
     )
     samples, found = BY_HAND["Samples"].of(target, rows_of(17, 2, 5, 1)), []
     for tokens, accumulation in ((10**6, 1), (1, 4), (9, 3), (1, 7)):

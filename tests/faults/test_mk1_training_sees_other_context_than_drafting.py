@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spectrain.heads import eagle3
+from spectrain.heads import unrolled
 from spectrain.target.model import Target
 
 ROW, STEP = 3, 2
@@ -20,7 +20,7 @@ def test_other_keys_position_or_token(target: Target, make_head, monkeypatch, wi
     what stands above position 5 - 3 of the first four: one key, and its own two."""
     head = make_head(target, sliding_window=window)
     L, calls, places = 10, [], []
-    attend, rotary = eagle3.attend_unrolled, head._rotary
+    attend, rotary = unrolled.attend_unrolled, head._rotary
 
     def watched(q_RAD, base_k, base_v, own_k, own_v, layout, **options):
         leaves = [t.detach().requires_grad_() for t in (base_k, base_v, *own_k, *own_v)]  # what this step reads, not what that came from
@@ -28,7 +28,7 @@ def test_other_keys_position_or_token(target: Target, make_head, monkeypatch, wi
         calls.append((attend(q_RAD, *leaves[:2], leaves[2 : 2 + k], leaves[2 + k :], layout, **options), leaves))
         return attend(q_RAD, base_k, base_v, own_k, own_v, layout, **options)
 
-    monkeypatch.setattr(eagle3, "attend_unrolled", lambda *args, layout, **options: watched(*args, layout, **options))
+    monkeypatch.setattr(unrolled, "attend_unrolled", lambda *args, layout, **options: watched(*args, layout, **options))
     monkeypatch.setattr(head, "_rotary", lambda positions: places.append(positions) or rotary(positions))
     embed_VW = target.embedding_VW.clone().requires_grad_()
     batch = SimpleNamespace(

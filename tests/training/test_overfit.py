@@ -40,7 +40,12 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("changes", HEADS.values(), ids=HEADS)
+SLOW = ("two layers, norm_output", "eagle", "medusa, shared output")  # half a minute together; their plain forms stay
+
+
+@pytest.mark.parametrize(
+    "changes", [pytest.param(changes, marks=pytest.mark.slow if name in SLOW else ()) for name, changes in HEADS.items()], ids=HEADS
+)
 def test_conversation_learnt_by_heart_is_not_drafted(target: Target, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Learnt with K test-time steps, chains of K drafts are accepted whole in every round but the last, which the answer's end cuts."""
     plain = generate(target, [PROMPT], max_new_tokens=ANSWER, eos=None).rows[0].tokens
@@ -57,7 +62,7 @@ def test_conversation_learnt_by_heart_is_not_drafted(target: Target, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own doing
-@pytest.mark.parametrize("name", ["eagle", "medusa", "hydra", "hydra, no prefix"])
+@pytest.mark.parametrize("name", [pytest.param("eagle", marks=pytest.mark.slow), "medusa", "hydra", "hydra, no prefix"])
 def test_settings_that_change_no_result_do(target: Target, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled layers (by a backend that runs the graph as it is), activations made again, lines of several documents; beside Muon."""
     compile_as_usual = torch.compile
