@@ -119,10 +119,9 @@ def export(head: Path, to: str, out: Path, target: str | None) -> None:
     if to == MERGED:
         print(f"wrote {write_merged(head, target, out)}")
         return
-    wide = to in FORMATS and needs_embedding(head)  # tells a missing head; an unknown format is told by the export itself
-    if to in FORMATS:
+    if to in FORMATS and (head / "made_with.json").is_file():  # a missing head and an unknown format are told by the export itself
         check_merged(head, target)
-    if wide:
+    if to in FORMATS and needs_embedding(head):
         if target is None:
             raise ValueError(f"{head} is of another width than its target, whose embedding goes into the folder: add --target NAME")
         model = load_target(target)

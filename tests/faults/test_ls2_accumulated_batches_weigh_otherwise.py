@@ -53,7 +53,7 @@ def train_one_weight(
         return [b - a for a, b in zip(breaks[:-1], breaks[1:], strict=True) if b > a]
 
     monkeypatch.setattr(loop, "unrolled_loss", loss)
-    monkeypatch.setattr(loop, "make_optimizer", lambda head, config, *_: torch.optim.SGD([{"params": [head.w], "rate": "lr"}], lr=config.lr))
+    monkeypatch.setattr(loop, "make_optimizer", lambda head, c, *_: torch.optim.SGD([{"params": [head.w], "rate": "lr"}], lr=c.lr))
     seen = BY_HAND["watch_steps"](monkeypatch)
     head = OneWeight()
     BY_HAND["run"](head, samples, target, out, config)
