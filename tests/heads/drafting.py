@@ -76,6 +76,11 @@ def padded(width: int, vocab: int, lengths: Sequence[int], seed: int = 0) -> Sim
     return batch
 
 
+def sizes_of(head: Any, target: Target) -> tuple[int, int]:
+    """Width of the states that the head reads, and the target's vocabulary."""
+    return len(head.layer_ids) * target.config.hidden_size, target.vocab_size
+
+
 def rows_within(batch: SimpleNamespace, steps: int = STEPS) -> Tensor:
     """Flat rows of a packed batch whose every step reads within their document, without the first row of each, so that they are no
     whole."""
@@ -91,7 +96,18 @@ def new_cache(head: Any, rows: int, dtype: torch.dtype = torch.float32) -> SlabC
 
 
 def drafted(head: Any, batch: SimpleNamespace, row_R: Tensor, embed_VW: Tensor, steps: int = STEPS) -> list[Tensor]:
-    """Logits of drafts that start from each row's prefix within its document and are fed the true tokens: a cache row a row."""
+    """Logits of `followed` drafts."""
+    return [logits_RV for logits_RV, _ in followed(head, batch, row_R, embed_VW, steps)]
+
+
+def features(head: Any, batch: SimpleNamespace, row_R: Tensor, embed_VW: Tensor, steps: int = STEPS) -> list[Tensor]:
+    """What the node below each of `followed` drafts reads."""
+    return [feature_RH for _, feature_RH in followed(head, batch, row_R, embed_VW, steps)]
+
+
+def followed(head: Any, batch: SimpleNamespace, row_R: Tensor, embed_VW: Tensor, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Logits and features of drafts that start from each row's prefix within its document and are fed the true tokens; a row of the
+    cache each."""
     B, L = batch.ids_BL.shape
     position_BL = torch.arange(L).expand(B, L) if batch.position_BL is None else batch.position_BL
     at = [(int(r) // L, int(r) % L, int(position_BL.flatten()[r])) for r in row_R]
@@ -102,31 +118,31 @@ def drafted(head: Any, batch: SimpleNamespace, row_R: Tensor, embed_VW: Tensor, 
         states[r, : p + 1], following[r, : p + 1] = batch.states_BLF[b, i - p : i + 1], batch.ids_BL[b, i - p + 1 : i + 2]
     cache = new_cache(head, len(at))
     logits, state = head.begin(states, following, count_R, embed_VW, cache, None)
-    found = [logits]
+    found = [(logits, state.hidden_BMH[:, 0])]
     for k in range(1, steps):
         token_R1 = torch.tensor([[int(batch.ids_BL[b, i + 1 + k])] for b, i, _ in at])
         after, state = head.extend(state, token_R1, torch.full_like(token_R1, k - 1), embed_VW, cache)
-        found.append(after[:, 0])
+        found.append((after[:, 0], state.hidden_BMH[:, k]))
     return found
 
 
 @torch.no_grad()
 def rows_are_drafts(head: Any, target: Target) -> None:
     """MK1: every step of a training row gives what drafting gives, in padded and in packed lines."""
-    W, V = target.config.hidden_size, target.vocab_size
+    W, V = sizes_of(head, target)
     one, several = padded(W, V, [12, 5, 9]), packed(W, V)
     for batch, row_R in (
         (one, torch.tensor([b * 14 + i for b, n in enumerate([12, 5, 9]) for i in range(n - STEPS)])), (several, rows_within(several)),
     ):  # fmt: skip
         rows = list(head.rows(batch, row_R, target.embedding_VW, STEPS))
-        assert [ahead for ahead, _ in rows] == [2, 3, 4, 5] and len(row_R) >= 10
+        assert [ahead for ahead, _ in rows] == [2, 3, 4, 5] and len(row_R) == (14 if batch is one else 10)
         for (_, logits_RV), expected_RV in zip(rows, drafted(head, batch, row_R, target.embedding_VW), strict=True):
             torch.testing.assert_close(logits_RV, expected_RV, **CLOSE)
 
 
 def reads_only(head: Any, target: Target, *, tokens: Sequence[range], states: Sequence[range], i: int = 3) -> None:
     """Gradients show what step k of row i depends on: the tokens (i + these) whose embeddings and the states that it reads."""
-    W, V = target.config.hidden_size, target.vocab_size
+    W, V = sizes_of(head, target)
     for k in range(STEPS):
         batch = padded(W, V, [12])
         embed_VW = target.embedding_VW.clone().requires_grad_()
@@ -141,7 +157,7 @@ def reads_only(head: Any, target: Target, *, tokens: Sequence[range], states: Se
 
 def neighbours_unseen(head: Any, target: Target) -> None:
     """Bit for bit: what stands in another document, or in the padding, changes no row of this one."""
-    W, V = target.config.hidden_size, target.vocab_size
+    W, V = sizes_of(head, target)
     batch, other = packed(W, V), packed(W, V, seed=1)
     row_R = rows_within(batch)
     mine_BL = torch.zeros_like(batch.doc_BL, dtype=torch.bool)
@@ -161,7 +177,7 @@ def neighbours_unseen(head: Any, target: Target) -> None:
 @torch.no_grad()
 def portions_agree(head: Any, target: Target, pieces: Sequence[int]) -> None:
     """CA1: settled tokens in portions, with drafts made and dropped between them, read as in one."""
-    batch, embed = padded(target.config.hidden_size, target.vocab_size, [11]), target.embedding_VW
+    batch, embed = padded(*sizes_of(head, target), [11]), target.embedding_VW
     cache, state, at = new_cache(head, 1), None, 0
     for n in pieces:
         part = batch.states_BLF[:, at : at + n], batch.ids_BL[:, at + 1 : at + n + 1]
@@ -174,12 +190,14 @@ def portions_agree(head: Any, target: Target, pieces: Sequence[int]) -> None:
     torch.testing.assert_close(logits, expected, **CLOSE)
     torch.testing.assert_close(state.hidden_BMH, whole.hidden_BMH, **CLOSE)
     assert state.hidden_BMH.shape[1] == 1 and cache.lengths_B.tolist() == whole_cache.lengths_B.tolist()
+    for kept, expected_kept in zip(cache.keys, whole_cache.keys, strict=True):  # a draft's own keys never stay for an accepted token
+        torch.testing.assert_close(kept[:, :, :at], expected_kept[:, :, :at], **CLOSE)
 
 
 @torch.no_grad()
 def unequal_portions_agree(head: Any, target: Target) -> None:
     """Rows take in 6 and 3 tokens, then 1 and 4, then none and 2; each equals the row by itself."""
-    batch, embed = padded(target.config.hidden_size, target.vocab_size, [12, 12]), target.embedding_VW
+    batch, embed = padded(*sizes_of(head, target), [12, 12]), target.embedding_VW
     cache, state, at = new_cache(head, 2), None, [0, 0]
     for counts in ([6, 3], [1, 4], [0, 2]):
         N = max(counts)
@@ -209,7 +227,7 @@ MIXED = [([11, 12, 13], [0, 0, 0]), ([14, 15], [1, 3]), ([16, 17, 18, 19], [0, 4
 @torch.no_grad()
 def branches_agree(head: Any, target: Target, calls: Sequence[tuple[list[int], list[int]]]) -> None:
     """Every line of a draft tree equals the same line drafted alone; two rows whose trees differ."""
-    batch, embed = padded(target.config.hidden_size, target.vocab_size, [7, 7]), target.embedding_VW
+    batch, embed = padded(*sizes_of(head, target), [7, 7]), target.embedding_VW
     start = (batch.states_BLF[:, :6], batch.ids_BL[:, 1:7], torch.tensor([6, 4]), embed)
     cache = new_cache(head, 2)
     _, state = head.begin(*start, cache, None)
@@ -236,7 +254,7 @@ def branches_agree(head: Any, target: Target, calls: Sequence[tuple[list[int], l
 
 def checkpointing_agrees(head: Any, target: Target, *, unread: frozenset[str] = frozenset()) -> None:
     """RB3: equal gradients with and without, and none of them zero, although the embeddings and states need none."""
-    batch = packed(target.config.hidden_size, target.vocab_size)
+    batch = packed(*sizes_of(head, target))
     found = []
     for checkpointing in (False, True):
         head.train().zero_grad()
@@ -251,7 +269,7 @@ def checkpointing_agrees(head: Any, target: Target, *, unread: frozenset[str] = 
 
 def autocast_agrees(head: Any, target: Target) -> None:
     """Products are bfloat16; what goes to the output layer is a float32 sum, gradients are those of float32 but for the rounding."""
-    batch = packed(target.config.hidden_size, target.vocab_size)
+    batch = packed(*sizes_of(head, target))
     found = []
     for on in (False, True):
         head.train().zero_grad()
@@ -268,7 +286,7 @@ def autocast_agrees(head: Any, target: Target) -> None:
 @torch.no_grad()
 def precisions_agree(head: Any, target: Target, of_head: torch.dtype, of_target: torch.dtype) -> None:
     """States and embeddings are read in the head's precision: the logits of a head whose target has that precision."""
-    head, batch = head.to(of_head), padded(target.config.hidden_size, target.vocab_size, [7])
+    head, batch = head.to(of_head), padded(*sizes_of(head, target), [7])
     embed, found = target.embedding_VW.bfloat16(), []  # exact in both, like the states
     for dtype in (of_target, of_head):
         cache = new_cache(head, 1, of_head)

@@ -20,7 +20,6 @@ from spectrain.decoding.shapes import Chain, Tree
 from spectrain.drafters.from_head import HeadDrafter
 from spectrain.heads.base import LAST, load_head, save_head
 from spectrain.heads.eagle import Eagle
-from spectrain.target.cache import SlabCache
 from spectrain.target.features import OnlineFeatures
 from spectrain.target.model import Target
 from spectrain.training import loop
@@ -30,8 +29,8 @@ from spectrain.training.setup import check_config, check_training, new_head
 
 BY_HAND = runpy.run_path(str(Path(__file__).parents[1] / "training" / "by_hand.py"))
 EAGLE = {"kind": "eagle", "layer_ids": None, "init_layer": "last"}  # in place of what `fresh` asks for
-STEPS = 4
-DOCUMENTS = ((8, 5), (9,), (6, 7, 4))  # tokens of each, by line
+D = runpy.run_path(str(Path(__file__).with_name("drafting.py")))
+STEPS = D["STEPS"]
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": True},
@@ -70,58 +69,16 @@ def samples_of(target: Target, rows: list[Row]) -> OnlineFeatures:
     return OnlineFeatures(target, rows, (LAST,))
 
 
-def packed(head: Eagle, seed: int = 0) -> SimpleNamespace:
-    """Documents side by side and padding behind, with values that would show."""
-    g = torch.Generator().manual_seed(seed)
-    B, L = len(DOCUMENTS), max(map(sum, DOCUMENTS)) + 2
-    doc_BL = torch.tensor([[d for d, n in enumerate(line) for _ in range(n)] + [-1] * (L - sum(line)) for line in DOCUMENTS])
-    position_BL = torch.tensor([[i for n in line for i in range(n)] + [0] * (L - sum(line)) for line in DOCUMENTS])
-    states_BLW = torch.randn(B, L, head.config.hidden_size, generator=g).masked_fill(doc_BL[..., None] < 0, 1e3)
-    ids_BL = torch.randint(0, head.config.vocab_size, (B, L), generator=g)
-    return SimpleNamespace(ids_BL=ids_BL, mask_BL=None, states_BLF=states_BLW, doc_BL=doc_BL, position_BL=position_BL)
-
-
-def rows_within(batch: SimpleNamespace) -> torch.Tensor:
-    """Flat rows whose every step reads within their document."""
-    return ((batch.doc_BL >= 0) & (batch.doc_BL.roll(-STEPS, 1) == batch.doc_BL)).flatten().nonzero()[:, 0]
-
-
-def new_cache(head: Eagle, rows: int = 1, dtype: torch.dtype = torch.float32) -> SlabCache:
-    layers, kv_heads, head_dim = head.cache_layers
-    device = torch.device("cpu")
-    return SlabCache(layers=layers, rows=rows, kv_heads=kv_heads, head_dim=head_dim, max_length=40, dtype=dtype, device=device)
-
-
-def drafted(head: Eagle, batch: SimpleNamespace, row_R: torch.Tensor, embed_VW: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits and features of drafts that start from each row's prefix within its document and are fed the true tokens."""
-    L = batch.ids_BL.shape[1]
-    at = [(int(r) // L, int(r) % L, int(batch.position_BL.flatten()[r])) for r in row_R]
-    count_R = torch.tensor([p + 1 for *_, p in at])
-    N = int(count_R.max())
-    states, following = torch.full((len(at), N, head.config.hidden_size), 1e3), torch.zeros(len(at), N, dtype=torch.long)
-    for r, (b, i, p) in enumerate(at):
-        states[r, : p + 1], following[r, : p + 1] = batch.states_BLF[b, i - p : i + 1], batch.ids_BL[b, i - p + 1 : i + 2]
-    cache = new_cache(head, len(at))
-    logits, state = head.begin(states, following, count_R, embed_VW, cache, None)
-    found = [(logits, state.hidden_BMH[:, 0])]
-    for k in range(1, STEPS):
-        token_R1 = torch.tensor([[int(batch.ids_BL[b, i + 1 + k])] for b, i, _ in at])
-        after, state = head.extend(state, token_R1, torch.full_like(token_R1, k - 1), embed_VW, cache)
-        found.append((after[:, 0], state.hidden_BMH[:, k]))
-    return found
-
-
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 @torch.no_grad()
 def test_training_sees_other_context_than_drafting(target: Target, changes: dict[str, Any]) -> None:
-    """MK1: logits and guessed features of every step, in packed lines; the setting has its say."""
+    """MK1: logits of every step, and guessed features, which are what the next step reads; the setting has its say."""
     head = head_of(target, **changes)
-    batch = packed(head)
-    row_R = rows_within(batch)
+    D["rows_are_drafts"](head, target)
+    batch = D["packed"](*D["sizes_of"](head, target))
+    row_R = D["rows_within"](batch)
     outputs = list(head.outputs(batch, row_R, target.embedding_VW, STEPS))
-    assert [step.ahead for step in outputs] == [2, 3, 4, 5] and len(row_R) == 15
-    for step, (logits_RV, feature_RW) in zip(outputs, drafted(head, batch, row_R, target.embedding_VW), strict=True):
-        torch.testing.assert_close(step.hidden_RH @ step.output_VdH.T, logits_RV, atol=1e-5, rtol=1e-5)
+    for step, feature_RW in zip(outputs, D["features"](head, batch, row_R, target.embedding_VW), strict=True):
         torch.testing.assert_close(step.feature_RW, feature_RW, atol=1e-5, rtol=1e-5)
     plain = head_of(target)
     plain.load_state_dict({n: head.state_dict()[n] for n in plain.state_dict()})
@@ -131,76 +88,27 @@ def test_training_sees_other_context_than_drafting(target: Target, changes: dict
 
 @pytest.mark.parametrize("name", ["plain", "all at once"])
 def test_document_sees_its_neighbour(target: Target, name: str) -> None:
-    """Bit for bit: what stands in another document, or in the padding, changes no row of this one."""
-    head = head_of(target, **VARIANTS[name])
-    batch, other = packed(head), packed(head, seed=1)
-    mine_BL = torch.zeros_like(batch.doc_BL, dtype=torch.bool)
-    mine_BL[0], mine_BL[2] = batch.doc_BL[0] == 0, batch.doc_BL[2] == 1
-    mixed = SimpleNamespace(**vars(batch))
-    mixed.ids_BL = torch.where(mine_BL, batch.ids_BL, other.ids_BL)
-    mixed.states_BLF = torch.where(mine_BL[..., None], batch.states_BLF, other.states_BLF)
-    row_R = rows_within(batch)
-    at_R = mine_BL.flatten()[row_R]
-    pairs = zip(*(list(head.rows(b, row_R, target.embedding_VW, STEPS)) for b in (batch, mixed)), strict=True)
-    for (_, logits_RV), (_, with_other_RV) in pairs:
-        assert torch.equal(logits_RV[at_R], with_other_RV[at_R]) and 0 < at_R.sum() < len(row_R)
-        assert not torch.isclose(logits_RV[~at_R], with_other_RV[~at_R]).all(-1).any()
+    D["neighbours_unseen"](head_of(target, **VARIANTS[name]), target)
 
 
+@pytest.mark.parametrize("calls", ["BY_LEVEL", "MIXED"])
 @pytest.mark.parametrize("name", ["plain", "all at once"])
-@torch.no_grad()
-def test_a_branch_sees_its_neighbour(target: Target, name: str) -> None:
-    """Every line of a draft tree equals the same line drafted alone."""
-    head = head_of(target, **VARIANTS[name])
-    batch = packed(head)
-    start = (batch.states_BLF[1:2, :6], batch.ids_BL[1:2, 1:7], torch.tensor([6]), target.embedding_VW)
-    cache = new_cache(head)
-    _, state = head.begin(*start, cache, None)
-    tokens, parents = [0, 11, 12, 13, 14, 15, 16], [-1, 0, 0, 1, 1, 2, 4]
-    logits = [torch.empty(0)]
-    for first, end in ((1, 3), (3, 6), (6, 7)):
-        level, above = torch.tensor([tokens[first:end]]), torch.tensor([parents[first:end]])
-        after, state = head.extend(state, level, above, target.embedding_VW, cache)
-        logits += list(after[0])
-    for n in range(1, len(tokens)):
-        line, m = [], n
-        while m:
-            line.insert(0, tokens[m])
-            m = parents[m]
-        alone = new_cache(head)
-        _, its = head.begin(*start, alone, None)
-        for depth, token in enumerate(line):
-            after, its = head.extend(its, torch.tensor([[token]]), torch.tensor([[depth]]), target.embedding_VW, alone)
-        torch.testing.assert_close(logits[n], after[0, 0], atol=1e-5, rtol=1e-5)
+def test_a_branch_sees_its_neighbour(target: Target, name: str, calls: str) -> None:
+    D["branches_agree"](head_of(target, **VARIANTS[name]), target, D[calls])
 
 
-@torch.no_grad()
-def test_settled_tokens_in_pieces_read_otherwise(target: Target) -> None:
-    """CA1: with drafts made and dropped between the pieces; a draft's own features never stay for an accepted token."""
-    head = head_of(target, num_hidden_layers=2)
-    batch, embed, cache, state, at = packed(head), target.embedding_VW, new_cache(head), None, 0
-    for n in (4, 1, 3):
-        states, following = batch.states_BLF[1:2, at : at + n], batch.ids_BL[1:2, at + 1 : at + n + 1]
-        logits, state = head.begin(states, following, torch.tensor([n]), embed, cache, state)
-        at += n
-        head.extend(state, torch.tensor([[5, 6]]), torch.tensor([[0, 0]]), embed, cache)
-    whole, its = head.begin(batch.states_BLF[1:2, :8], batch.ids_BL[1:2, 1:9], torch.tensor([8]), embed, new_cache(head), None)
-    torch.testing.assert_close(logits, whole, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(state.hidden_BMH, its.hidden_BMH, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("pieces", [[1] * 10, [4, 1, 3], [9, 1]])
+def test_settled_tokens_in_pieces_read_otherwise(target: Target, pieces: list[int]) -> None:
+    D["portions_agree"](head_of(target, num_hidden_layers=2), target, pieces)
+
+
+def test_rows_that_settle_unequal_numbers_are_mixed_up(target: Target) -> None:
+    D["unequal_portions_agree"](head_of(target, num_hidden_layers=2), target)
 
 
 @pytest.mark.parametrize(("of_head", "of_target"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-@torch.no_grad()
 def test_embeddings_of_another_precision_change_the_draft(target: Target, of_head: torch.dtype, of_target: torch.dtype) -> None:
-    head = head_of(target, bias=True).to(of_head)
-    batch, embed = packed(head), target.embedding_VW.bfloat16()  # exact in both, like the states
-    found = []
-    for dtype in (of_target, of_head):
-        cache, states = new_cache(head, dtype=of_head), batch.states_BLF[1:2, :6].bfloat16().to(dtype)
-        logits, state = head.begin(states, batch.ids_BL[1:2, 1:7], torch.tensor([6]), embed.to(dtype), cache, None)
-        after, _ = head.extend(state, torch.tensor([[11, 12]]), torch.tensor([[0, 0]]), embed.to(dtype), cache)
-        found.append((logits, after))
-    assert all(mixed.dtype == of_head and torch.equal(mixed, same) for mixed, same in zip(*found, strict=True))
+    D["precisions_agree"](head_of(target, bias=True), target, of_head, of_target)
 
 
 def test_a_row_reads_its_own_answer(target: Target) -> None:
@@ -220,25 +128,14 @@ def test_a_row_reads_its_own_answer(target: Target) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "bias", "all at once"])
 def test_checkpointing_changes_or_kills_gradients(target: Target, name: str) -> None:
-    """RB3: equal gradients with and without, of every weight, although the embeddings and states need none."""
-    head = head_of(target, **VARIANTS[name]).train()
-    batch = packed(head)
-    found = []
-    for checkpointing in (False, True):
-        head.zero_grad()
-        outputs = head.outputs(batch, rows_within(batch), target.embedding_VW, STEPS, checkpointing=checkpointing)
-        sum((step.hidden_RH @ step.output_VdH.T).logsumexp(-1).sum() / (k + 1) for k, step in enumerate(outputs)).backward()
-        found.append({n: p.grad.clone() for n, p in head.named_parameters()})
-    for n, gradient in found[0].items():
-        assert gradient.any(), n
-        torch.testing.assert_close(found[1][n], gradient, atol=1e-6 * float(gradient.abs().max()), rtol=1e-6)
+    D["checkpointing_agrees"](head_of(target, **VARIANTS[name]), target)
 
 
 @pytest.mark.parametrize("name", ["bias", "two layers"])
 def test_autocast_rounds_the_residual_stream(target: Target, name: str) -> None:
     """Products are bfloat16; the stream and what is handed on are float32 at every step."""
     head = head_of(target, **VARIANTS[name]).train()
-    batch = packed(head)
+    batch = D["packed"](*D["sizes_of"](head, target))
     streams: list[torch.dtype] = []
     for layer in head.layers:
         layer.register_forward_hook(lambda _, inputs, out: streams.extend((inputs[0].dtype, out.dtype)))
@@ -253,7 +150,7 @@ def test_autocast_rounds_the_residual_stream(target: Target, name: str) -> None:
 
 def _outputs(head: Eagle, batch: SimpleNamespace, target: Target, *, autocast: bool) -> list[Any]:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        return list(head.outputs(batch, rows_within(batch), target.embedding_VW, STEPS))
+        return list(head.outputs(batch, D["rows_within"](batch), target.embedding_VW, STEPS))
 
 
 def seer(target: Target, draft_vocab: int | None = None) -> Eagle:

@@ -3,17 +3,18 @@
 Legend: B rows, L tokens, R flat rows, K test-time steps.
 """
 
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from spectrain.heads.base import DraftState
 from spectrain.heads.eagle3 import Eagle3, default_layer_ids
-from spectrain.target.cache import SlabCache
 from spectrain.target.model import Target
 
-STEPS = 4
+D = runpy.run_path(str(Path(__file__).with_name("drafting.py")))
+STEPS = D["STEPS"]
 
 
 @pytest.fixture(scope="module")
@@ -36,36 +37,16 @@ def one_document_a_line(ids_BL: torch.Tensor, states_BLF: torch.Tensor) -> Simpl
     return SimpleNamespace(ids_BL=ids_BL, mask_BL=torch.ones_like(ids_BL), states_BLF=states_BLF, doc_BL=None, position_BL=None)
 
 
-def new_cache(head: Eagle3, rows: int = 1, dtype: torch.dtype = torch.float32) -> SlabCache:
-    layers, kv_heads, head_dim = head.cache_layers
-    return SlabCache(
-        layers=layers, rows=rows, kv_heads=kv_heads, head_dim=head_dim, max_length=60, dtype=dtype, device=torch.device("cpu")
-    )  # fmt: skip
-
-
-def drafted(head: Eagle3, batch: SimpleNamespace, b: int, i: int, steps: int, embed_VW: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of a draft started from the prefix 0 ... i + 1 of row b and fed the true tokens."""
-    cache, ids = new_cache(head), batch.ids_BL[b]
-    logits, state = head.begin(batch.states_BLF[b : b + 1, : i + 1], ids[None, 1 : i + 2], torch.tensor([i + 1]), embed_VW, cache, None)
-    found = [logits[0]]
-    for k in range(1, steps):
-        logits_BNV, state = head.extend(state, ids[None, i + 1 + k : i + 2 + k], torch.tensor([[k - 1]]), embed_VW, cache)
-        found.append(logits_BNV[0, 0])
-    return found
-
-
 @pytest.mark.parametrize("lengths", [[9], [12, 5, 9], [7, 12]])
 def test_training_sees_other_context_than_drafting(target: Target, head: Eagle3, lengths: list[int]) -> None:
     """MK1: keys 0 ... p of step 0 and the row's own keys of later steps, at position p + j, with the true token as input."""
     batch = batch_of(head, lengths)
     L = max(lengths)
-    at = [(b, i) for b, n in enumerate(lengths) for i in range(n - 1 - STEPS)]
-    row_R = torch.tensor([b * L + i for b, i in at])
+    row_R = torch.tensor([b * L + i for b, n in enumerate(lengths) for i in range(n - 1 - STEPS)])
     rows = list(head.rows(batch, row_R, target.embedding_VW, STEPS))
     assert [ahead for ahead, _ in rows] == [2, 3, 4, 5]
-    for r, (b, i) in enumerate(at):
-        for (_, logits_RV), expected_V in zip(rows, drafted(head, batch, b, i, STEPS, target.embedding_VW), strict=True):
-            torch.testing.assert_close(logits_RV[r], expected_V, atol=1e-5, rtol=1e-5)
+    for (_, logits_RV), expected_RV in zip(rows, D["drafted"](head, batch, row_R, target.embedding_VW), strict=True):
+        torch.testing.assert_close(logits_RV, expected_RV, atol=1e-5, rtol=1e-5)
 
 
 def test_only_some_rows_asked_for_change_the_others(target: Target, head: Eagle3) -> None:
@@ -129,93 +110,16 @@ def test_no_row_asked_for_gives_nan(target: Target, make_head) -> None:
 
 @pytest.mark.parametrize("pieces", [[1] * 10, [4, 6], [9, 1], [3, 3, 4]])
 def test_settled_tokens_in_pieces_read_otherwise(target: Target, head: Eagle3, pieces: list[int]) -> None:
-    """CA1: with drafts made and dropped between the pieces."""
-    batch = batch_of(head, [11])
-    embed = target.embedding_VW
-    cache, state, at = new_cache(head), None, 0
-    for n in pieces:
-        logits, state = head.begin(
-            batch.states_BLF[:, at : at + n], batch.ids_BL[:, at + 1 : at + n + 1], torch.tensor([n]), embed, cache, state
-        )
-        at += n
-        _, grown = head.extend(state, torch.tensor([[5, 6]]), torch.tensor([[0, 0]]), embed, cache)
-        head.extend(grown, torch.tensor([[7, 8, 9]]), torch.tensor([[1, 2, 2]]), embed, cache)
-    whole_cache = new_cache(head)
-    expected, whole = head.begin(batch.states_BLF[:, :10], batch.ids_BL[:, 1:11], torch.tensor([10]), embed, whole_cache, None)
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(state.hidden_BMH, whole.hidden_BMH, atol=1e-5, rtol=1e-5)
-    assert cache.lengths_B.tolist() == whole_cache.lengths_B.tolist() == [10]
-    torch.testing.assert_close(cache.keys[0][:, :, :10], whole_cache.keys[0][:, :, :10], atol=1e-5, rtol=1e-5)
+    D["portions_agree"](head, target, pieces)
 
 
 def test_rows_that_settle_unequal_numbers_are_mixed_up(target: Target, head: Eagle3) -> None:
-    """Rows take in 6 and 3 tokens, then 1 and 4, then none and 2; each equals the row by itself."""
-    batch = batch_of(head, [12, 12])
-    embed = target.embedding_VW
-    cache, state, at = new_cache(head, rows=2), None, [0, 0]
-    for counts in ([6, 3], [1, 4], [0, 2]):
-        N = max(counts)
-        states = torch.stack([batch.states_BLF[b, at[b] : at[b] + N] for b in range(2)])
-        following = torch.stack([batch.ids_BL[b, at[b] + 1 : at[b] + 1 + N] for b in range(2)])
-        for b, n in enumerate(counts):  # what lies beyond a row's count must not matter
-            states[b, n:], following[b, n:] = 1e3, 0
-        logits, state = head.begin(states, following, torch.tensor(counts), embed, cache, state)
-        at = [a + n for a, n in zip(at, counts, strict=True)]
-        drafts = torch.tensor([[3], [4]])
-        after, _ = head.extend(state, drafts, torch.zeros(2, 1, dtype=torch.long), embed, cache)
-        for b in range(2):
-            alone = new_cache(head)
-            n = at[b]
-            expected, its = head.begin(
-                batch.states_BLF[b : b + 1, :n], batch.ids_BL[b : b + 1, 1 : n + 1], torch.tensor([n]), embed, alone, None
-            )
-            if counts[b]:
-                torch.testing.assert_close(logits[b], expected[0], atol=1e-5, rtol=1e-5)
-            expected_after, _ = head.extend(its, drafts[b : b + 1], torch.zeros(1, 1, dtype=torch.long), embed, alone)
-            torch.testing.assert_close(after[b], expected_after[0], atol=1e-5, rtol=1e-5)
-    assert cache.lengths_B.tolist() == [7, 9]
+    D["unequal_portions_agree"](head, target)
 
 
 @pytest.mark.parametrize(("of_head", "of_target"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 def test_embeddings_of_another_precision_change_the_draft(target: Target, make_head, of_head: torch.dtype, of_target: torch.dtype) -> None:
-    """Drafting reads them in the head's precision: the logits of a head whose target has that precision."""
-    head = make_head(target).requires_grad_(False).to(of_head)
-    batch = batch_of(head, [7])
-    embed = target.embedding_VW.bfloat16()  # exact in both, like the states
-    found = []
-    for dtype in (of_target, of_head):
-        cache = new_cache(head, dtype=of_head)
-        states, ids = batch.states_BLF[:, :6].bfloat16().to(dtype), batch.ids_BL[:, 1:7]
-        logits, state = head.begin(states, ids, torch.tensor([6]), embed.to(dtype), cache, None)
-        after, _ = head.extend(state, torch.tensor([[11, 12]]), torch.tensor([[0, 0]]), embed.to(dtype), cache)
-        found.append((logits, after))
-    for mixed, same in zip(*found, strict=True):
-        assert mixed.dtype == of_head and torch.equal(mixed, same)
-
-
-def test_a_branch_sees_its_neighbour(target: Target, head: Eagle3) -> None:
-    """Every line of a draft tree equals the same line drafted alone."""
-    batch = batch_of(head, [7])
-    embed = target.embedding_VW
-    start = (batch.states_BLF[:, :6], batch.ids_BL[:, 1:7], torch.tensor([6]), embed)
-    cache = new_cache(head)
-    _, state = head.begin(*start, cache, None)
-    levels = [([11, 12, 13], [0, 0, 0]), ([14, 15, 16, 17], [1, 1, 3, 2]), ([18, 19], [7, 4])]
-    tokens, parents, logits = [0], [-1], [torch.empty(0)]
-    for level, above in levels:
-        after, state = head.extend(state, torch.tensor([level]), torch.tensor([above]), embed, cache)
-        tokens, parents, logits = tokens + level, parents + above, logits + list(after[0])
-    for n in range(1, len(tokens)):
-        line, m = [], n
-        while m:
-            line.insert(0, tokens[m])
-            m = parents[m]
-        alone = new_cache(head)
-        _, its = head.begin(*start, alone, None)
-        for depth, token in enumerate(line):
-            after, its = head.extend(its, torch.tensor([[token]]), torch.tensor([[depth]]), embed, alone)
-        torch.testing.assert_close(logits[n], after[0, 0], atol=1e-5, rtol=1e-5)
-    assert isinstance(state, DraftState) and state.hidden_BMH.shape[1] == len(tokens)
+    D["precisions_agree"](make_head(target).requires_grad_(False), target, of_head, of_target)
 
 
 @pytest.mark.parametrize(("layers", "ids"), [(30, (2, 15, 27)), (32, (2, 16, 29)), (7, (2, 3, 4))])

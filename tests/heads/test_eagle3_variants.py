@@ -3,18 +3,18 @@
 Legend: B lines, L tokens, R rows, K test-time steps.
 """
 
-from types import SimpleNamespace
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from spectrain.heads.eagle3 import Eagle3
-from spectrain.target.cache import SlabCache
 from spectrain.target.model import Target
 
-STEPS = 4
-DOCUMENTS = ((8, 5), (9,), (6, 7, 4))  # tokens of each, by line
+D = runpy.run_path(str(Path(__file__).with_name("drafting.py")))
+STEPS = D["STEPS"]
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "fc_norm": {"fc_norm": True},
@@ -40,65 +40,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 SIZES = {"layer_ids", "hidden_size", "num_attention_heads", "num_key_value_heads"}
 
 
-def packed(head: Eagle3, seed: int = 0) -> SimpleNamespace:
-    """Documents side by side and padding behind, with values that would show."""
-    g = torch.Generator().manual_seed(seed)
-    B, L = len(DOCUMENTS), max(map(sum, DOCUMENTS)) + 2
-    ids_BL = torch.randint(0, head.config.vocab_size, (B, L), generator=g)
-    states_BLF = torch.randn(B, L, head.fc.in_features, generator=g)
-    doc_BL, position_BL = torch.full((B, L), -1), torch.zeros(B, L, dtype=torch.long)
-    for b, line in enumerate(DOCUMENTS):
-        first = 0
-        for number, n in enumerate(line):
-            doc_BL[b, first : first + n], position_BL[b, first : first + n] = number, torch.arange(n)
-            first += n
-        states_BLF[b, first:] = 1e3
-    return SimpleNamespace(ids_BL=ids_BL, mask_BL=None, states_BLF=states_BLF, doc_BL=doc_BL, position_BL=position_BL)
-
-
-def rows_within(batch: SimpleNamespace, steps: int) -> torch.Tensor:
-    """Flat rows whose every step reads within their document, the first row of each document left out so that they are no whole."""
-    ends = batch.doc_BL.roll(-steps, 1)
-    ok_BL = (batch.doc_BL >= 0) & (ends == batch.doc_BL) & (batch.position_BL.roll(-steps, 1) == batch.position_BL + steps)
-    return (ok_BL & (batch.position_BL > 0)).flatten().nonzero()[:, 0]
-
-
-def new_cache(head: Eagle3, rows: int) -> SlabCache:
-    layers, kv_heads, head_dim = head.cache_layers
-    device = torch.device("cpu")
-    return SlabCache(layers=layers, rows=rows, kv_heads=kv_heads, head_dim=head_dim, max_length=40, dtype=torch.float32, device=device)
-
-
-def drafted(head: Eagle3, batch: SimpleNamespace, row_R: torch.Tensor, embed_VW: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of drafts that start from each row's prefix within its document and are fed the true tokens: a cache row a row."""
-    L = batch.ids_BL.shape[1]
-    at = [(int(r) // L, int(r) % L, int(batch.position_BL.flatten()[r])) for r in row_R]
-    count_R = torch.tensor([p + 1 for *_, p in at])
-    N = int(count_R.max())
-    states, following = torch.full((len(at), N, head.fc.in_features), 1e3), torch.zeros(len(at), N, dtype=torch.long)
-    for r, (b, i, p) in enumerate(at):
-        states[r, : p + 1], following[r, : p + 1] = batch.states_BLF[b, i - p : i + 1], batch.ids_BL[b, i - p + 1 : i + 2]
-    cache = new_cache(head, len(at))
-    logits, state = head.begin(states, following, count_R, embed_VW, cache, None)
-    found = [logits]
-    for k in range(1, STEPS):
-        token_R1 = torch.tensor([[int(batch.ids_BL[b, i + 1 + k])] for b, i, _ in at])
-        after, state = head.extend(state, token_R1, torch.full_like(token_R1, k - 1), embed_VW, cache)
-        found.append(after[:, 0])
-    return found
-
-
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 @torch.no_grad()
 def test_training_sees_other_context_than_drafting(target: Target, make_head, changes: dict[str, Any]) -> None:
-    """MK1 for every form, in packed lines."""
-    head = make_head(target, **changes)
-    batch = packed(head)
-    row_R = rows_within(batch, STEPS)
-    rows = list(head.rows(batch, row_R, target.embedding_VW, STEPS))
-    assert [ahead for ahead, _ in rows] == [2, 3, 4, 5] and len(row_R) == 10
-    for (_, logits_RV), expected_RV in zip(rows, drafted(head, batch, row_R, target.embedding_VW), strict=True):
-        torch.testing.assert_close(logits_RV, expected_RV, atol=1e-5, rtol=1e-5)
+    """MK1 for every form, in padded and packed lines."""
+    D["rows_are_drafts"](make_head(target, **changes), target)
 
 
 @pytest.mark.parametrize("name", [name for name, changes in VARIANTS.items() if not SIZES.issuperset(changes)])
@@ -109,8 +55,8 @@ def test_a_setting_changes_nothing(target: Target, make_head, name: str) -> None
     head, plain = make_head(target, **changes), make_head(target, **{n: v for n, v in changes.items() if n in SIZES})
     shared = {n: t for n, t in plain.state_dict().items() if n in head.state_dict()}
     head.load_state_dict({**head.state_dict(), **shared})
-    batch = packed(head)
-    row_R = rows_within(batch, STEPS)
+    batch = D["packed"](*D["sizes_of"](head, target))
+    row_R = D["rows_within"](batch)
     pairs = list(zip(*(list(h.rows(batch, row_R, target.embedding_VW, STEPS)) for h in (head, plain)), strict=True))
     differ = [not torch.allclose(a, b, atol=1e-3) for (_, a), (_, b) in pairs]
     assert differ == [changes != {"norm_output": True}, True, True, True]  # the output handed on shows from the second step
@@ -118,40 +64,12 @@ def test_a_setting_changes_nothing(target: Target, make_head, name: str) -> None
 
 @pytest.mark.parametrize("name", ["plain", "flags of speculators", "window of two layers", "all at once"])
 def test_document_sees_its_neighbour(target: Target, make_head, name: str) -> None:
-    """Bit for bit: what stands in another document, or in the padding, changes no row of this one."""
-    head = make_head(target, **VARIANTS[name])
-    batch, other = packed(head), packed(head, seed=1)
-    row_R = rows_within(batch, STEPS)
-    mine_BL = torch.zeros_like(batch.doc_BL, dtype=torch.bool)
-    mine_BL[0] = batch.doc_BL[0] == 0
-    mine_BL[2] = batch.doc_BL[2] == 1
-    mixed = SimpleNamespace(**vars(batch))
-    mixed.ids_BL = torch.where(mine_BL, batch.ids_BL, other.ids_BL)
-    mixed.states_BLF = torch.where(mine_BL[..., None], batch.states_BLF, other.states_BLF)
-    at_R = mine_BL.flatten()[row_R]
-    assert 0 < at_R.sum() < len(row_R)
-    pairs = zip(*(list(head.rows(b, row_R, target.embedding_VW, STEPS)) for b in (batch, mixed)), strict=True)
-    for (_, logits_RV), (_, with_other_RV) in pairs:
-        assert torch.equal(logits_RV[at_R], with_other_RV[at_R])
-        assert not torch.isclose(logits_RV[~at_R], with_other_RV[~at_R]).all(-1).any()
+    D["neighbours_unseen"](make_head(target, **VARIANTS[name]), target)
 
 
 @pytest.mark.parametrize("name", ["plain", "two layers", "window", "all at once"])
 def test_checkpointing_changes_or_kills_gradients(target: Target, make_head, name: str) -> None:
-    """RB3: equal gradients with and without, and none of them zero, although the embeddings and states need none."""
-    head = make_head(target, **VARIANTS[name]).train()
-    batch = packed(head)
-    row_R = rows_within(batch, STEPS)
-    found = []
-    for checkpointing in (False, True):
-        head.zero_grad()
-        outputs = head.outputs(batch, row_R, target.embedding_VW, STEPS, checkpointing=checkpointing)
-        loss = sum((step.hidden_RH @ step.output_VdH.T).logsumexp(-1).sum() / (k + 1) for k, step in enumerate(outputs))
-        loss.backward()
-        found.append({n: p.grad.clone() for n, p in head.named_parameters()})
-    for n, gradient in found[0].items():
-        assert gradient.any(), n
-        torch.testing.assert_close(found[1][n], gradient, atol=1e-6 * float(gradient.abs().max()), rtol=1e-6)
+    D["checkpointing_agrees"](make_head(target, **VARIANTS[name]), target)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -159,8 +77,8 @@ def test_checkpointing_changes_or_kills_gradients(target: Target, make_head, nam
 def test_autocast_rounds_the_residual_stream(target: Target, make_head, name: str, checkpointing: bool) -> None:
     """Products are bfloat16; the stream is float32 at every step, gradients are those of float32 but for the products' rounding."""
     head = make_head(target, **VARIANTS[name]).train()
-    batch = packed(head)
-    row_R = rows_within(batch, STEPS)
+    batch = D["packed"](*D["sizes_of"](head, target))
+    row_R = D["rows_within"](batch)
     streams: list[torch.dtype] = []
     found = []
     for on in (False, True):
@@ -180,7 +98,7 @@ def test_autocast_rounds_the_residual_stream(target: Target, make_head, name: st
 def test_checkpointing_holds_as_much_as_without(target: Target, make_head) -> None:
     """Tensors saved for the backward pass, of the whole unrolling."""
     head = make_head(target, num_hidden_layers=2).train()
-    batch = packed(head)
+    batch = D["packed"](*D["sizes_of"](head, target))
     held = []
     for checkpointing in (False, True):
         sizes: dict[int, int] = {}
@@ -190,38 +108,18 @@ def test_checkpointing_holds_as_much_as_without(target: Target, make_head) -> No
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            outputs = list(head.outputs(batch, rows_within(batch, STEPS), target.embedding_VW, STEPS, checkpointing=checkpointing))
+            outputs = list(head.outputs(batch, D["rows_within"](batch), target.embedding_VW, STEPS, checkpointing=checkpointing))
         assert outputs[-1].hidden_RH.requires_grad
         weights = {p.untyped_storage().data_ptr() for p in head.parameters()}
         held.append(sum(n for at, n in sizes.items() if at not in weights))
     assert held[1] < 0.5 * held[0]
 
 
-@pytest.mark.parametrize("name", ["window", "window of two layers", "all at once"])
-@torch.no_grad()
-def test_a_branch_sees_its_neighbour(target: Target, make_head, name: str) -> None:
-    """Every line of a draft tree equals the same line drafted alone, whatever layers and window."""
-    head = make_head(target, **VARIANTS[name])
-    batch = packed(head)
-    start = (batch.states_BLF[1:2, :6], batch.ids_BL[1:2, 1:7], torch.tensor([6]), target.embedding_VW)
-    cache = new_cache(head, 1)
-    _, state = head.begin(*start, cache, None)
-    tokens, parents = [0, 11, 12, 13, 14, 15, 16], [-1, 0, 0, 1, 1, 2, 4]
-    logits = [torch.empty(0)]
-    for first, end in ((1, 3), (3, 6), (6, 7)):
-        level, above = torch.tensor([tokens[first:end]]), torch.tensor([parents[first:end]])
-        after, state = head.extend(state, level, above, target.embedding_VW, cache)
-        logits += list(after[0])
-    for n in range(1, len(tokens)):
-        line, m = [], n
-        while m:
-            line.insert(0, tokens[m])
-            m = parents[m]
-        alone = new_cache(head, 1)
-        _, its = head.begin(*start, alone, None)
-        for depth, token in enumerate(line):
-            after, its = head.extend(its, torch.tensor([[token]]), torch.tensor([[depth]]), target.embedding_VW, alone)
-        torch.testing.assert_close(logits[n], after[0, 0], atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("calls", ["BY_LEVEL", "MIXED"])
+@pytest.mark.parametrize("name", ["plain", "window", "window of two layers", "all at once"])
+def test_a_branch_sees_its_neighbour(target: Target, make_head, name: str, calls: str) -> None:
+    """Whatever layers and window."""
+    D["branches_agree"](make_head(target, **VARIANTS[name]), target, D[calls])
 
 
 @torch.no_grad()
@@ -231,8 +129,8 @@ def test_old_head_means_something_else(target: Target, make_head) -> None:
     new = ("num_hidden_layers", "sliding_window", "fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
     old = Eagle3(Eagle3.Config(**{n: v for n, v in head.config.model_dump().items() if n not in new}))
     old.load_state_dict(head.state_dict(), strict=True)
-    batch = packed(head)
-    row_R = rows_within(batch, STEPS)
+    batch = D["packed"](*D["sizes_of"](head, target))
+    row_R = D["rows_within"](batch)
     pairs = zip(*(list(h.rows(batch, row_R, target.embedding_VW, STEPS)) for h in (head, old)), strict=True)
     assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
     assert {n.split(".")[0] for n in head.state_dict()} == {"fc", "midlayer", "norm", "lm_head", "d2t", "t2d"}
