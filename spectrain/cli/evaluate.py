@@ -217,16 +217,23 @@ def advice(report: Mapping[str, Any]) -> list[str]:
         gains = {name: cell for name, cell in cells.items() if (cell["lo"] or 0) > 1}
         name = max(gains, key=lambda n: gains[n]["speedup"], default=PLAIN)
         best.setdefault(name, []).append(domain + (f" ({gains[name]['speedup']:.2f}×)" if name in gains else ""))
-    nowhere = best.pop(PLAIN, [])
+    drafted = [arm["name"] for arm in report["arms"][1:]]
+    untold = [d for d in report["domains"] if all(report["speed"][name][d]["lo"] is None for name in drafted)]
+    nowhere = [d for d in best.pop(PLAIN, []) if d not in untold]
     parts = [f"{name} for {', '.join(domains)}" for name, domains in best.items()]
-    sentence = ("Use " + "; ".join(parts)) if parts else "Nothing here is faster than plain decoding"
-    rest = f"; no drafter pays for {', '.join(nowhere)}: decode plainly there." if nowhere and parts else "."
+    told = []
+    if parts:
+        rest = f"; no drafter pays for {', '.join(nowhere)}: decode plainly there." if nowhere else "."
+        told.append("Use " + "; ".join(parts) + rest)
+    elif nowhere:
+        told.append("Nothing here is faster than plain decoding.")
+    if untold:
+        told.append(f"One timed prompt tells too little to advise on {', '.join(untold)}: time more (setting speed_prompts).")
     heads = [arm["name"] for arm in report["arms"] if arm["drafter"] not in ("none", "n-gram")]
     winning = [d for d in report["domains"] if any(report["speed"][h][d]["tau"] > report["speed"][h][d]["break_even"] for h in heads)]
-    if not heads:
-        return [sentence + rest]
-    where = ", ".join(winning) if winning else "no domain in this run"
-    return [sentence + rest, f"The head's tau lies above its break-even in {where}."]
+    if heads:
+        told.append(f"The head's tau lies above its break-even in {', '.join(winning) if winning else 'no domain in this run'}.")
+    return told
 
 
 def machine(target: Target) -> str:

@@ -47,6 +47,9 @@ DEFINITIONS = {
 }
 
 
+LEGEND = "▲ faster  ≈ no clear difference  ▼ slower  – one prompt, no interval"
+
+
 def _num(value: NUMBER, digits: int = 2) -> str:
     return SIGNS["none"] if value is None else f"{value:,.{digits}f}"
 
@@ -284,7 +287,7 @@ def terminal_table(report: dict[str, Any]) -> list[RichTable]:
     tables = []
     for start in range(0, len(r.drafted), fit):
         arms = r.drafted[start : start + fit]
-        table = RichTable(box=box.SIMPLE_HEAD, caption="τ | × plain speed;  ▲ faster  ≈ no clear difference  ▼ slower")
+        table = RichTable(box=box.SIMPLE_HEAD, caption=f"τ | × plain speed;  {LEGEND}")
         table.add_column("domain", width=first, no_wrap=True)
         for arm in arms:
             how = [arm.rule, f"T={r.settings.temperature:g}"] if r.sampled else []
