@@ -56,7 +56,7 @@ PROBE_ROWS = 32
 SELECTED = "conversations.jsonl"  # of the fresh answers, those that the recipe asks for
 NOT_OF_THE_RUN = {  # how long, how often measured and saved, where told, what is kept in memory: more than rounding changes by none
     "max_minutes", "checkpoint_minutes", "checkpoint_steps", "keep_last", "tracker", "log_steps", "evals_per_epoch", "eval_steps",
-    "accumulation", "compile", "checkpointing",
+    "accumulation", "compile", "checkpointing", "stall_minutes",
 }  # fmt: skip
 NAMES = {"best": "head", "last": "last"}  # folders of the saved heads
 

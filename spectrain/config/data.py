@@ -13,11 +13,20 @@ def on_off(value: Any) -> Any:
 
 
 class TargetConfig(Stage):
-    """name: Hub name, folder or .gguf file."""
+    """name: Hub name, folder or .gguf file. adapter: folder of a peft adapter, or of a head that was trained with one; merged at loading.
+
+    quantization: weights of the linear layers in so many bits (bitsandbytes). placement: how the target lies on several processes: whole
+    on each (rank), layers sharded and gathered for every pass (fsdp2, zero3), or every product split over tp_size of them (tp; None: all
+    processes of a machine).
+    """
 
     name: str
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    adapter: str | None = None
+    quantization: Literal["8bit", "4bit"] | None = None
+    placement: Literal["rank", "fsdp2", "tp", "zero3"] = "rank"
+    tp_size: Positive | None = None
 
 
 class AnswersConfig(Stage):

@@ -108,8 +108,8 @@ class TrainingConfig(Stage):
     checkpointing: compute activations again in the backward pass. compile: torch.compile the decoder layer.
     evals_per_epoch, eval_steps: how often acceptance is measured (a number of steps, where it is given, instead). max_minutes: stop
     after this time (a schedule cut short, not stretched); a later call with more minutes goes on. checkpoint_minutes,
-    checkpoint_steps: how often the run's state is saved, whichever comes first; keep_last: how many of those are kept. log_steps:
-    steps a line of metrics.jsonl.
+    checkpoint_steps: how often the run's state is saved, whichever comes first; keep_last: how many of those are kept. stall_minutes: of
+    several processes, how long one may be silent until the others stop. log_steps: steps a line of metrics.jsonl.
     """
 
     epochs: Positive = 3
@@ -143,6 +143,7 @@ class TrainingConfig(Stage):
     checkpoint_minutes: Annotated[float, Field(gt=0)] = 2.0
     checkpoint_steps: Positive | None = None
     keep_last: Positive = 1
+    stall_minutes: Annotated[float, Field(gt=0)] = 1.0
     log_steps: Positive = 10
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     seed: int = 0
