@@ -16,7 +16,7 @@ from spectrain.planning.machines import GiB, Machine, machine
 from spectrain.planning.memory import peak, stages
 from spectrain.planning.sizes import PADDING, PLACEMENTS, Case
 from spectrain.planning.terms import Term, short, total
-from spectrain.planning.ways import PAPER, Way, fits, ways_to_fit
+from spectrain.planning.ways import Way, fits, ways_to_fit
 from spectrain.yields import break_even
 
 STORES = (("int8", "int8"), ("int8", "bf16"), ("bf16", "bf16"))
@@ -40,9 +40,14 @@ class Plan:
 
 def make_plan(
     recipe: Recipe, device: Machine, *, gpus: int, rows: Path | None = None, tokens: float | None = None, length: int | None = None,
-    share: float | None = None, target: str | None = None, placement: str = "rank", decode_batch: int | None = None,
+    share: float | None = None, target: str | None = None, placement: str | None = None, head_sharded: bool = False,
+    decode_batch: int | None = None,
 ) -> Plan:  # fmt: skip
-    """A plan; no weights are loaded. ValueError for a target without a config, a head that it cannot have, or data of unknown size."""
+    """A plan; no weights are loaded. placement: instead of the recipe's.
+
+    ValueError for a target without a config, or that cannot stand so; a head that it cannot have; or data of unknown size.
+    """
+    placement = placement or recipe.target.placement
     if placement not in PLACEMENTS:
         raise ValueError(f"placement {placement!r} is unknown; there are {', '.join(PLACEMENTS)}")
     if gpus < 1:
@@ -51,7 +56,7 @@ def make_plan(
         raise ValueError(f"--supervised-share lies above 0 and at most at 1, found {share}")
     name = target or recipe.target.name
     config = facts.read_config(name, recipe.target.revision if target is None else None)
-    of_target = facts.target_size(config, name, recipe.target.dtype)
+    of_target = facts.target_size(config, name, recipe.target.dtype, recipe.target.quantization)
     head = facts.head_size(recipe.head, recipe.training, facts.Skeleton(config.get_text_config(), of_target.vocab, name))
     data, store = facts.data_of(recipe, rows=rows, tokens=tokens, length=length, share=share, longest=of_target.max_length)
     t, kind, logs = recipe.training, torch.device(device.kind), {"reverse_kl", "jsd"}
@@ -64,7 +69,9 @@ def make_plan(
         blocked=device.kind == "cpu" and of_target.bytes_a_weight == 4 and 4 * of_target.weight_bytes < device.memory,
         decode_batch=decode_batch or (recipe.data.answers.batch_size if recipe.data.answers else 64),
         pieces=lambda tokens, vocabulary, steps: piece_size(tokens, draft_vocab=vocabulary, steps=steps, device=kind),
+        tp_size=recipe.target.tp_size, head_sharded=head_sharded and gpus > 1,
     )  # fmt: skip
+    _check_placement(case)
     ways, after = ways_to_fit(case)
     by_kinds = {kinds: facts.store_bytes(recipe, head, states=kinds[0], last=kinds[1]) for kinds in STORES}
     stores = {f"{s} states, {last} last state": data.tokens * a + data.supervised * b for (s, last), (a, b) in by_kinds.items()}
@@ -72,16 +79,28 @@ def make_plan(
     return Plan(recipe, case, stages(case), ways, after, hours, served(after), stores, facts.unsaid(recipe, config))
 
 
+def _check_placement(case: Case) -> None:
+    """ValueError for a target that cannot stand on the devices as it is asked to."""
+    t, split = case.target, case.split
+    if t.quantization and case.placement != "rank":
+        found = f"target.quantization {t.quantization} and placement {case.placement}: a quantised target stands whole on every device"
+        raise ValueError(f"{found}; leave one of them out: --set target.quantization=null, or --set target.placement=rank")
+    if case.gpus % split or t.kv_heads % split:
+        found = f"placement tp over {split} devices; {case.gpus} devices and the {t.kv_heads} key heads of {t.name} are to be multiples"
+        raise ValueError(f"{found} of that; choose another number: --set target.tp_size=N")
+
+
 def plan(
     path: Path, *, device: str, gpus: int, memory: float | None, flops: float | None, bandwidth: float | None, link: float | None,
-    rows: Path | None, tokens: float | None, length: int | None, share: float | None, target: str | None, placement: str,
-    decode_batch: int | None, overrides: Sequence[str], as_json: bool,
+    rows: Path | None, tokens: float | None, length: int | None, share: float | None, target: str | None, placement: str | None,
+    head_sharded: bool, decode_batch: int | None, overrides: Sequence[str], as_json: bool,
 ) -> None:  # fmt: skip
     """Print a plan; see `spectrain plan --help`."""
     recipe = load_config(Recipe, path, overrides)
     made = make_plan(
         recipe, machine(device, memory=memory, flops=flops, bandwidth=bandwidth, link=link), gpus=gpus, rows=rows, tokens=tokens,
-        length=length, share=share, target=target, placement=placement, decode_batch=decode_batch,
+        length=length, share=share, target=target, placement=placement, head_sharded=head_sharded,
+        decode_batch=decode_batch,
     )  # fmt: skip
     print(json.dumps(as_values(made)) if as_json else as_text(made))
 
@@ -90,7 +109,7 @@ def as_values(made: Plan) -> dict[str, Any]:
     """The plan as plain values, in bytes, seconds and hours."""
     c, s = made.case, made.served
     return {
-        "recipe": made.recipe.name, "device": asdict(c.machine), "gpus": c.gpus, "placement": c.placement,
+        "recipe": made.recipe.name, "device": asdict(c.machine), "gpus": c.gpus, "placement": c.placement, "head_sharded": c.head_sharded,
         "target": asdict(c.target), "data": asdict(c.data),
         "head": {name: value for name, value in asdict(c.head).items() if name != "matrices"},
         "memory": {name: {"bytes": total(terms), "terms": [asdict(t) for t in terms]} for name, terms in made.memory.items()},
@@ -109,6 +128,7 @@ def as_text(made: Plan) -> str:
 def _heading(made: Plan) -> list[str]:
     c, t, h, d, m = made.case, made.case.target, made.case.head, made.case.data, made.case.machine
     mixture = f", {short(t.active)} of them pass a token" if t.experts < 1 else ""
+    mixture += f", those of linear layers in {t.quantization}" if t.quantization else ""
     tied = "which are the output rows, too" if t.tied else "and as many output rows"
     peaks = f"{short(m.flops)} products a second of 16 bits and {short(m.flops32)} of 32, {short(m.bandwidth)}B/s"
     kept = f"{h.states} state(s) of {h.target_width}, draft vocabulary {h.draft_vocab:,}"
@@ -134,11 +154,9 @@ def _memory(made: Plan) -> list[str]:
         shown |= {t.name + t.how for t in terms}
     if not fits(c):
         lines.append("  what to switch on, in this order:")
-        lines += [f"    {way.how}: {_bytes(way.peak)} then ({way.where})" for way in made.ways]
+        lines += [f"    {way.how}: {_bytes(way.peak)} then" for way in made.ways]
         if not fits(made.after):
             lines.append(f"    nothing here makes it fit: {_bytes(peak(made.after))} are left; more or larger devices, or a smaller target")
-        elif any(way.where == PAPER for way in made.ways):
-            lines.append("    without what is not in today's code, this does not fit")
     return lines
 
 
@@ -189,8 +207,9 @@ def _notes(made: Plan) -> list[str]:
     lines.append(f"assumed: lines are padded by {PADDING - 1:.0%}, batches filled to {FILL:.0%}" if c.data.most is None else
                  "batches are those that training makes of these rows")  # fmt: skip
     if c.gpus > 1 or c.placement != "rank":
-        told = "today's training keeps a whole target on every device (rank), other placements are arithmetic alone"
-        lines.append(f"placement of the target: {c.placement}; {told}")
+        told = "sharded targets and heads are tested on two processes of a CPU, not on GPUs"
+        head = "sharded" if c.head_sharded else "whole on every device"
+        lines.append(f"placement of the target: {c.placement}; the head: {head}; {told}")
     return [*lines, *(f"not counted: {note}" for note in made.notes)]
 
 

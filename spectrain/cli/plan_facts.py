@@ -60,7 +60,7 @@ def read_config(name: str, revision: str | None) -> Any:
         raise ValueError(f"no config of a target at {name} ({told}); give a folder with its config.json or a Hub name: --target") from error
 
 
-def target_size(config: Any, name: str, dtype: str) -> TargetSize:
+def target_size(config: Any, name: str, dtype: str, quantization: str | None = None) -> TargetSize:
     """Counts of a model made from its config on the meta device, where tensors have shapes and no memory. ValueError for a model that
     is no causal one of attention layers."""
     c = config.get_text_config()
@@ -74,6 +74,7 @@ def target_size(config: Any, name: str, dtype: str) -> TargetSize:
     experts = sum(count for n, count in sizes_by_name.items() if re.search(r"\.experts\.", n) and "shared" not in n)
     share = _experts_share(c) if experts else 1.0
     layers = [count for prefix, count in _by_layer(sizes_by_name).items() if prefix]
+    linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m.weight is not output]
     W, heads = c.hidden_size, c.num_attention_heads
     params = sum(sizes_by_name.values())
     inner = getattr(c, "moe_intermediate_size", None) or getattr(c, "intermediate_size", None) or 4 * W
@@ -83,6 +84,7 @@ def target_size(config: Any, name: str, dtype: str) -> TargetSize:
         inner=inner * (getattr(c, "num_experts_per_tok", None) or 1 if experts else 1), params=params,
         active=round(params - experts * (1 - share)), embedding=embedding.numel(), tied=output is embedding,
         unit=max([*layers, embedding.numel()]), max_length=c.max_position_embeddings, bytes_a_weight=BYTES[dtype], experts=share,
+        linear=sum(linear), quantization=quantization,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def regeneration(case: Case) -> Hours:
     context = prompt + answer / 2
     inside_all = t.params - t.embedding * (1 if t.tied else 2)
     touched = 1.0 if t.experts == 1 else 1 - (1 - t.experts) ** B
-    read = (t.embedding + t.inside + (inside_all - t.inside) * touched) * t.bytes_a_weight
+    read = t.inside_bytes + (t.embedding + (inside_all - t.inside) * touched) * t.bytes_a_weight
     by_bytes = (read + B * context * t.kv_bytes) / (m.bandwidth * m.efficiency.decode * devices)
     rate = m.rate(t.bytes_a_weight) * m.efficiency.capture * devices
     one = t.pass_flops(1, 1, context)
@@ -84,7 +84,7 @@ def exchange(case: Case, passes: float, tokens: float) -> list[Term]:
     if case.placement == "rank" or g == 1:
         return []
     if case.placement == "tp":
-        share = min(g, m.node)
+        share = case.split
         each = 2 * t.layers * 2 * (share - 1) / share * t.width * t.bytes_a_weight
         told = f"{short(passes)} passes × {share} × {short(tokens)} tokens × {short(each)}B ÷ {short(m.link)}B/s"
         return [Term("sums between the parts of layers", passes * share * tokens * each / m.link, told)]
@@ -110,19 +110,20 @@ def step_terms(case: Case) -> list[Term]:
     law, logits = loss_flops(case, batch)
     a_batch = f"{n} × {rows:,.0f} counted rows, {case.steps} steps"
     into = "rows and output layer" if h.output_trained else "rows"
-    update = f"{short(h.trained)} weights × {UPDATE} numbers × 4 bytes ÷ {short(m.bandwidth)}B/s"
+    update = f"{short(h.trained / case.shards)} weights × {UPDATE} numbers × 4 bytes ÷ {short(m.bandwidth)}B/s"
     terms = [
         Term("head, forward and backward", n * layers / rate, f"{short(n * layers)} products ÷ {short(rate)} a second ({a_batch})"),
         Term("output layer", n * logits / rate, f"{short(n * logits)} products: logits, and gradients into {into}"),
         Term("target's law", n * law / (m.rate(4) * m.efficiency.training), f"{short(n * law)} products in float32"),
-        Term("optimizer", UPDATE * 4 * h.trained / m.bandwidth, update),
+        Term("optimizer", UPDATE * 4 * h.trained / case.shards / m.bandwidth, update),
         Term("calls and launches", n * m.step_seconds, f"{n} × {m.step_seconds} s (stated)"),
     ]
     if case.gpus > 1:
         between = m.between(case.gpus)
         ring = f"2 × {case.gpus - 1}/{case.gpus} × {short(h.trained)} × 4 bytes"
         how = f"{ring} ÷ {short(between)}B/s, none of it hidden behind the backward pass"
-        terms.append(Term("gradients between devices", 2 * (case.gpus - 1) / case.gpus * 4 * h.trained / between, how))
+        name = "weights and gradients between devices" if case.head_sharded else "gradients between devices"
+        terms.append(Term(name, 2 * (case.gpus - 1) / case.gpus * 4 * h.trained / between, how))
     if case.online:
         each = case.target.pass_flops(batch.tokens, batch.rows, case.data.length / 2)
         rate = m.rate(case.target.bytes_a_weight) * m.efficiency.capture
@@ -169,5 +170,5 @@ def served(case: Case) -> Served:
     read = one * t.bytes_a_weight
     return Served(
         weights, t.kv_bytes, kv_head, room / t.kv_bytes, max(0.0, room - weights) / (t.kv_bytes + kv_head),
-        read / ((t.inside + t.embedding) * t.bytes_a_weight), devices,
+        read / (t.inside_bytes + t.embedding * t.bytes_a_weight), devices,
     )  # fmt: skip

@@ -1,13 +1,13 @@
 """Memory of a device, stage by stage: what is there at once, each figure with the numbers that were multiplied.
 
-What of this runs: the target stands whole on every device (`rank`). Sharded targets (FSDP2, tensor parallel, ZeRO-3) and sharded heads
-are arithmetic alone; nothing in `spectrain train` makes them.
+A sharded target (`fsdp2`, `tp`, `zero3`) and a sharded head are counted as `spectrain train` makes them, by arithmetic: on GPUs nothing of
+it was measured.
 
 Legend: W target width, H head width, V target vocabulary, Vd draft vocabulary, K test-time steps, F width of the states read.
 """
 
 from spectrain.planning.head_work import saved_bytes
-from spectrain.planning.sizes import Case
+from spectrain.planning.sizes import QUANTISED, Case
 from spectrain.planning.terms import Term, product, short, total
 
 WORKING = 2  # layers gathered at a time: the one at work and the next
@@ -40,14 +40,18 @@ def target_terms(case: Case) -> list[Term]:
     """Weights of the target on one device."""
     t, gpus = case.target, case.gpus
     size = (t.bytes_a_weight, "bytes")
+    if t.quantization:
+        each, rest = QUANTISED[t.quantization], t.params - t.linear
+        how = f"{short(t.linear)} in linear layers × {each:g} bytes ({t.quantization}) + {short(rest)} × {t.bytes_a_weight} bytes"
+        return [Term("target's weights", t.weight_bytes, how)]
     if case.placement == "rank" or gpus == 1:
         return [product("target's weights", (t.params, "parameters, whole on every device"), size)]
     rows = product("target's embedding and output rows, whole", (t.embedding * (1 if t.tied else 2), "parameters"), size)
-    inside = t.params - t.embedding * (1 if t.tied else 2)
     if case.placement == "tp":
-        share = min(gpus, case.machine.node)
-        return [product("target's layers, split", (inside / share, f"parameters of {short(inside)} by {share}"), size), rows]
-    shard = product("target's layers, sharded", (inside / gpus, f"parameters of {short(inside)} by {gpus}"), size)
+        inside = t.params - t.embedding * (1 if t.tied else 2)
+        told = f"parameters of {short(inside)} by {case.split}"
+        return [product("target's layers, split", (inside / case.split, told), size), rows]
+    shard = product("target's weights, sharded", (t.params / gpus, f"parameters of {short(t.params)} by {gpus}"), size)
     return [shard, product("layers gathered to compute", (WORKING, "layers"), (t.unit, "parameters"), size), rows]
 
 
@@ -61,8 +65,9 @@ def blocked(case: Case) -> list[Term]:
 
 
 def head_terms(case: Case) -> list[Term]:
-    """The head and what its optimizer holds; float32 whatever the precision of the products."""
-    h, over = case.head, case.gpus if case.head_sharded else 1
+    """The head and what its optimizer holds; float32 whatever the precision of the products. A sharded head is gathered whole for its pass,
+    and its gradients are whole until that ends."""
+    h, over = case.head, case.shards
     by = f" by {over}" if over > 1 else ""
     adam = h.trained - h.muon
     found = [
@@ -73,8 +78,11 @@ def head_terms(case: Case) -> list[Term]:
     if h.muon:
         found.append(product("momentum of Muon", (h.muon / over, f"parameters{by}"), (4, "bytes")))
     if case.ema:
-        found.append(product("averaged weights", (h.params, "parameters"), (4, "bytes")))
-    if case.gpus > 1 and over == 1:
+        found.append(product("averaged weights", (h.params / over, f"parameters{by}"), (4, "bytes")))
+    if over > 1:
+        found.append(product("the same weights gathered for a pass", (h.params, "parameters"), (4, "bytes")))
+        found.append(product("gradients before they are sharded", (h.trained, "trained parameters"), (4, "bytes")))
+    elif case.gpus > 1:
         found.append(product("buckets of DDP", (h.trained, "trained parameters"), (4, "bytes")))
     if case.mixed:
         found.append(product("16-bit copies of the weights", (h.params, "parameters"), (2, "bytes")))

@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from spectrain.planning.machines import Machine
 
 PLACEMENTS = ("rank", "fsdp2", "tp", "zero3")
+# Of a weight in a quantised linear layer, as bitsandbytes keeps it: 8 bits (a scale a row is not counted), or 4 and a float32 scale of 64.
+QUANTISED = {"8bit": 1.0, "4bit": 0.5 + 4 / 64}
 
 
 @dataclass(frozen=True)
 class TargetSize:
     """params: all parameters; active: those that one token passes; embedding: V * W; tied: the output rows are the embedding; experts:
     share of a mixture's experts that one token passes (1: no mixture). inner: width inside the MLPs that one token passes. unit: parameters
-    of the largest part that is gathered at a time (a decoder layer or the embedding)."""
+    of the largest part that is gathered at a time (a decoder layer or the embedding). linear: weights of linear layers inside the decoder
+    layers; quantization: how these are kept, None as all others."""
 
     name: str
     layers: int
@@ -33,10 +36,21 @@ class TargetSize:
     max_length: int
     bytes_a_weight: int
     experts: float = 1.0
+    linear: int = 0
+    quantization: str | None = None
 
     @property
-    def weight_bytes(self) -> int:
-        return self.params * self.bytes_a_weight
+    def weight_bytes(self) -> float:
+        return self.params * self.bytes_a_weight - self._saved
+
+    @property
+    def inside_bytes(self) -> float:
+        """Of those that one token passes inside the decoder layers, read for a pass of one token."""
+        return self.inside * self.bytes_a_weight - self._saved * min(1.0, self.inside / max(1, self.linear))
+
+    @property
+    def _saved(self) -> float:
+        return self.linear * (self.bytes_a_weight - QUANTISED[self.quantization]) if self.quantization else 0.0
 
     @property
     def inside(self) -> int:
@@ -157,7 +171,8 @@ class Case:
     stored. store_name: the two precisions. pieces(tokens, vocabulary, steps): supervised tokens whose logits are made at once.
     logs: the loss needs logarithms beside probabilities. probe: rows, tokens a prompt and positions a row of the answers that acceptance is
     measured on. blocked: a second copy of the target's linear weights is made for short passes (CPU). decode_batch: rows that are answered
-    together. capture_tokens: tokens a pass."""
+    together. capture_tokens: tokens a pass. tp_size: devices of one copy of the target under `tp` (None: those of a node). head_sharded: by
+    FSDP2 or ZeRO-3."""
 
     machine: Machine
     gpus: int
@@ -181,7 +196,18 @@ class Case:
     blocked: bool
     decode_batch: int
     pieces: Callable[[int, int, int], int]
+    tp_size: int | None = None
     head_sharded: bool = False
+
+    @property
+    def split(self) -> int:
+        """Devices that every product of the target is split over."""
+        return min(self.gpus, self.tp_size or self.machine.node) if self.placement == "tp" else 1
+
+    @property
+    def shards(self) -> int:
+        """Devices that the head's weights are sharded over."""
+        return self.gpus if self.head_sharded else 1
 
     @property
     def batch(self) -> Batch:

@@ -1,4 +1,4 @@
-"""What to switch on when a plan does not fit, in order: what costs nothing first, what the code does not do yet last."""
+"""What to switch on when a plan does not fit, in order: what costs nothing first, what changes the target's own answers last."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,19 +8,17 @@ from spectrain.planning.sizes import Case
 
 LEAST_TOKENS = 64  # supervised, of a step: below, an update is noise and a step is overhead
 SMALL_VOCABULARY = 32000
-TODAY, PAPER = "today", "on paper: not in today's code"
 
 
 @dataclass(frozen=True)
 class Way:
-    """how: the setting. where: whether the code does it. peak: bytes of the largest stage with this and all ways before it."""
+    """how: the setting. peak: bytes of the largest stage with this and all ways before it."""
 
     how: str
-    where: str
     peak: float
 
 
-Step = tuple[str, str, Callable[[Case], Case | None]]
+Step = tuple[str, Callable[[Case], Case | None]]
 
 
 def _halves(case: Case) -> Case | None:
@@ -35,20 +33,29 @@ def _if(condition: bool, case: Case, **changes: object) -> Case | None:
     return replace(case, **changes) if condition else None  # type: ignore[arg-type]
 
 
+def _quantised(how: str) -> Step:
+    """A quantised target is another one than the plain: its answers, rows and heads are its own."""
+    told = f"--set target.quantization={how} (another target: answers, states and head are then those of the quantised one)"
+    return told, lambda c: _if(c.placement == "rank" and how != c.target.quantization, c, target=replace(c.target, quantization=how))
+
+
 WAYS: Sequence[Step] = (
-    ("--set target.dtype=bfloat16", TODAY, lambda c: _if(
+    ("--set target.dtype=bfloat16", lambda c: _if(
         c.target.bytes_a_weight == 4, c, target=replace(c.target, bytes_a_weight=2), blocked=False)),
-    ("--set training.mixed_precision=bf16", TODAY, lambda c: _if(not c.mixed and c.machine.kind == "cuda", c, mixed=True)),
-    ("--set data.online=false (capture first)", TODAY, lambda c: _if(c.online, c, online=False)),
-    ("--set training.checkpointing=true", TODAY, lambda c: _if(not c.checkpointing, c, checkpointing=True)),
-    ("--set training.tokens_per_step=… training.accumulation=… (as much a step, in smaller batches)", TODAY, _halves),
-    ("--set data.capture.batch_tokens=512", TODAY, lambda c: _if(c.capture_tokens > 512, c, capture_tokens=512)),
-    (f"--set head.draft_vocab_size={SMALL_VOCABULARY}", TODAY, lambda c: _if(
+    ("--set training.mixed_precision=bf16", lambda c: _if(not c.mixed and c.machine.kind == "cuda", c, mixed=True)),
+    ("--set data.online=false (capture first)", lambda c: _if(c.online, c, online=False)),
+    ("--set training.checkpointing=true", lambda c: _if(not c.checkpointing, c, checkpointing=True)),
+    ("--set training.tokens_per_step=… training.accumulation=… (as much a step, in smaller batches)", _halves),
+    ("--set data.capture.batch_tokens=512", lambda c: _if(c.capture_tokens > 512, c, capture_tokens=512)),
+    (f"--set head.draft_vocab_size={SMALL_VOCABULARY}", lambda c: _if(
         c.head.draft_vocab > SMALL_VOCABULARY, c, head=c.head.with_vocabulary(SMALL_VOCABULARY))),
-    ("--set training.ema=null", TODAY, lambda c: _if(c.ema, c, ema=False)),
-    ("target sharded by FSDP2 (--placement fsdp2; tp within a node and zero3 take as little)", PAPER, lambda c: _if(
-        c.placement == "rank" and c.gpus > 1, c, placement="fsdp2")),
-    ("head sharded by FSDP2 or ZeRO-2/3", PAPER, lambda c: _if(c.gpus > 1 and not c.head_sharded, c, head_sharded=True)),
+    ("--set training.ema=null", lambda c: _if(c.ema, c, ema=False)),
+    ("--set target.placement=fsdp2 (tp within a machine and zero3 take as little)", lambda c: _if(
+        c.placement == "rank" and c.gpus > 1 and not c.target.quantization, c, placement="fsdp2")),
+    ("the head sharded, too: accelerate launch --config_file recipes/accelerate/gpu_8_fsdp2.yaml (or gpu_8_zero3, gpu_2x8_fsdp2)",
+     lambda c: _if(c.gpus > 1 and not c.head_sharded, c, head_sharded=True)),
+    _quantised("8bit"),
+    _quantised("4bit"),
 )  # fmt: skip
 
 
@@ -59,7 +66,7 @@ def ways_to_fit(case: Case) -> tuple[list[Way], Case]:
     for step in WAYS:
         if fits(now):
             break
-        changed = step[2](now)
+        changed = step[1](now)
         if changed is not None and peak(changed) < peak(now):
             taken, now = [*taken, step], changed
     if fits(now):
@@ -70,12 +77,12 @@ def ways_to_fit(case: Case) -> tuple[list[Way], Case]:
     found, so_far = [], case
     for step in taken:
         so_far = _applied(so_far, [step])
-        found.append(Way(step[0], step[1], peak(so_far)))
+        found.append(Way(step[0], peak(so_far)))
     return found, so_far
 
 
 def _applied(case: Case, steps: Sequence[Step]) -> Case:
-    for _, _, change in steps:
+    for _, change in steps:
         case = change(case) or case
     return case
 

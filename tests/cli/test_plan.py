@@ -13,6 +13,7 @@ import pytest
 import yaml
 from click.testing import Result
 from safetensors import safe_open
+from torch.nn import Linear
 from transformers import (
     AutoModelForCausalLM,
     CLIPTextConfig,
@@ -82,6 +83,9 @@ def test_counts_of_targets_are_those_of_real_models(tmp_path: Path, deep: Target
     dense = target_size(read_config(str(tmp_path / "dense"), None), "dense", "bfloat16")
     assert dense.params == dense.active == sum(p.numel() for p in deep.model.parameters())
     assert (dense.weight_bytes, dense.kv_bytes, dense.tied) == (2 * dense.params, 2 * 7 * 2 * 8 * 2, False)
+    assert dense.linear == sum(m.weight.numel() for n, m in deep.model.named_modules() if isinstance(m, Linear) and n != "lm_head")
+    eight = target_size(read_config(str(tmp_path / "dense"), None), "dense", "bfloat16", "8bit")
+    assert eight.weight_bytes == dense.weight_bytes - dense.linear
     assert dense.inside == sum(p.numel() for n, p in deep.model.named_parameters() if "embed" not in n and "lm_head" not in n)
     config = Qwen3MoeConfig(
         vocab_size=90, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
@@ -138,14 +142,18 @@ def test_70b_without_weights_says_that_it_must_be_sharded(large: Path, cli: Call
     out = result.output
     assert result.exit_code == 0, out
     assert "target  70.55G parameters of 2 bytes" in out and "131.42 GiB  70.55G parameters, whole on every device × 2 bytes" in out
-    assert "DOES NOT FIT" in out and "target sharded by FSDP2 (--placement fsdp2" in out and "not in today's code" in out
+    assert "DOES NOT FIT" in out and "--set target.placement=fsdp2 (tp within a machine" in out
     assert "weights gathered" in out and "hours on 16 device(s), with what was switched on above" in out
     assert "bf16 last state" in out and "tokens of cache" in out and "(assumed)" in out
     assert "4 copies of the target on 4 device(s) each" in out and "do not hold the target" not in out
     alone = cli("plan", large, "--tokens", "1e9").output
-    assert "the devices do not hold the target" in alone and "it does not fit there" in alone and "displaced" not in alone
+    assert "--set target.quantization=4bit (another target" in alone and "those of linear layers in" not in alone
+    small = cli("plan", large, "--tokens", "1e9", "--gpu-memory", 20).output
+    assert "the devices do not hold the target" in small and "it does not fit there" in small and "displaced" not in small
     sharded = cli("plan", large, "--gpus", 16, "--tokens", "1e9", "--placement", "fsdp2", "--json")
     found = json.loads(sharded.stdout)
+    of_recipe = cli("plan", large, "--gpus", 16, "--tokens", "1e9", "--set", "target.placement=fsdp2", "--json")
+    assert json.loads(of_recipe.stdout) == found
     assert found["target"]["params"] == 70_553_706_496 and found["fits"] and not found["ways"]
     assert found["peak_bytes"] == max(stage["bytes"] for stage in found["memory"].values()) < 80 * 2**30
     terms = found["memory"]["training"]["terms"]
@@ -196,6 +204,9 @@ def test_prompts_of_a_recipe_say_how_much_there_is_at_most(project: Path, cli: C
         (["--tokens", "1e6", "--set", "head.draft_vocab_size=200000"], "head.draft_vocab_size 200000 is above the 128256 rows"),
         (["--tokens", "1e6", "--set", "head.size=3"], "head.size: unknown key"),
         (["--tokens", "1e6", "--set", "head.kind=medusa", "--set", "training.ttt_steps=5"], "training.ttt_steps 5, and a medusa head"),
+        (["--tokens", "1e6", "--placement", "tp", "--gpus", "16", "--set", "target.tp_size=16"], "over 16 devices; 16 devices and the 8"),
+        (["--tokens", "1e6", "--placement", "tp", "--gpus", "6", "--set", "target.tp_size=4"], "tp over 4 devices; 6 devices and"),
+        (["--tokens", "1e6", "--placement", "zero3", "--set", "target.quantization=8bit"], "a quantised target stands whole on every"),
     ],
 )
 def test_errors_say_what_to_do(arguments: list[str], said: str, large: Path, cli: Callable[..., Result]) -> None:

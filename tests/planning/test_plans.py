@@ -132,12 +132,35 @@ def test_what_saves_memory_does() -> None:
     assert memory.peak(replace(base, ema=True)) - memory.peak(base) == 4 * base.head.params
 
 
+def test_sharded_head_is_whole_for_its_pass() -> None:
+    """Of weights, gradients, two moments and buckets (20 bytes a weight) what is gathered and made whole stays, the rest is shared."""
+    base, shared = (total(memory.head_terms(on_gpus(16, head_sharded=sharded))) for sharded in (False, True))
+    assert base - shared == pytest.approx((20 - 8 - 16 / 16) * on_gpus(16).head.params)
+    steps = [{t.name: t.value for t in hours.step_terms(on_gpus(16, head_sharded=sharded))} for sharded in (False, True)]
+    assert steps[0]["optimizer"] == 16 * steps[1]["optimizer"]
+    assert steps[0]["gradients between devices"] == steps[1]["weights and gradients between devices"]
+
+
 def test_70b_on_80_gib_needs_a_sharded_target_and_nothing_else() -> None:
     found, after = ways.ways_to_fit(on_gpus(16))
-    assert [(w.where, "FSDP2" in w.how) for w in found] == [(ways.PAPER, True)]
+    assert [w.how.split()[:2] for w in found] == [["--set", "target.placement=fsdp2"]]
     assert after.placement == "fsdp2" and ways.fits(after) and found[-1].peak == memory.peak(after)
-    alone, left = ways.ways_to_fit(on_gpus(1))
-    assert alone and not ways.fits(left)  # nothing helps a single device
+    assert not ways.fits(replace(on_gpus(16), placement="rank"))
+
+
+def test_70b_on_one_device_is_quantised_or_does_not_fit() -> None:
+    linear = LARGE.params - 2 * LARGE.embedding
+    base = replace(on_gpus(1), target=replace(LARGE, linear=linear))
+    found, after = ways.ways_to_fit(base)
+    assert "--set target.quantization=4bit (another target" in found[-1].how and after.placement == "rank" and ways.fits(after)
+    assert memory.peak(replace(base, target=replace(base.target, quantization="8bit"))) > base.machine.memory
+    two, four = (replace(base.target, quantization=q).weight_bytes for q in ("8bit", "4bit"))
+    assert (two, four) == (linear + 4 * LARGE.embedding, 0.5625 * linear + 4 * LARGE.embedding)
+    assert memory.total(memory.target_terms(after)) == four
+    read = hours.served(after).c * (0.5625 * linear + 2 * LARGE.embedding)
+    assert read == pytest.approx(hours.served(base).c * 2 * (linear + LARGE.embedding))
+    small = replace(base, machine=replace(base.machine, memory=20 * GiB))
+    assert not ways.fits(ways.ways_to_fit(small)[1])
 
 
 def test_ways_come_in_order_and_none_is_needless() -> None:
@@ -146,7 +169,7 @@ def test_ways_come_in_order_and_none_is_needless() -> None:
     )
     tight = replace(tight, machine=replace(tight.machine, memory=0.95 * memory.peak(tight)))
     found, after = ways.ways_to_fit(tight)
-    assert ways.fits(after) and all(way.where == ways.TODAY for way in found)
+    assert ways.fits(after) and found
     order = [step[0] for step in ways.WAYS]
     assert [order.index(way.how) for way in found] == sorted(order.index(way.how) for way in found)
     assert ways.ways_to_fit(after) == ([], after)
@@ -159,6 +182,12 @@ def test_sharded_targets_pay_with_what_they_send() -> None:
     assert gathered["weights gathered"] == pytest.approx(passes * weights * 15 / 16 / 50e9)
     assert hours.capture(on_gpus(16, placement="fsdp2", capture_tokens=32768)).hours < hours.capture(on_gpus(16, placement="fsdp2")).hours
     assert [t.name for t in hours.capture(on_gpus(8, placement="tp")).terms] == ["products", "sums between the parts of layers"]
+
+
+def test_parts_of_layers_are_those_of_tp_size() -> None:
+    layers = {n: memory.target_terms(on_gpus(16, placement="tp", tp_size=n))[0].value for n in (None, 4, 8)}
+    assert layers[None] == layers[8] == 2 * (LARGE.params - 2 * LARGE.embedding) / 8 and layers[4] == 2 * layers[8]
+    assert [on_gpus(n, placement=p, tp_size=4).split for n, p in ((16, "tp"), (2, "tp"), (16, "fsdp2"))] == [4, 2, 1]
 
 
 def test_head_where_it_is_served() -> None:
