@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,11 +119,10 @@ class Labels:
         return torch.where(self.target_ids[at_P] == best_P, at_P, -1)
 
 
-@dataclass
-class LossResult:
+class LossResult(NamedTuple):
     """total: sum over counted rows and steps of decay**k * weight * loss, differentiable. weight: of the rows that count at step 0, what
     total is divided by. rank_KR: rank of the target's best token in the draft's logits; Vd where it is no draft token, or the row does
-    not count."""
+    not count. A tuple, since what spreads weights over processes looks for tensors in tuples."""
 
     total: Tensor
     counts: Counts

@@ -81,11 +81,11 @@ class Checkpoints:
     def save(self, place: Mapping[str, Any]) -> None:
         """Write the state after place["step"] steps, then let go of the oldest. To be called on every process; the main one writes."""
         rng = gather_object([random_states()])
+        states = {name: part.state_dict() for name, part in self._parts.items()}  # spread over processes, they are gathered by all of them
         if not self._accelerator.is_main_process:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step-{place['step']}.pt"
-        states = {name: part.state_dict() for name, part in self._parts.items()}
         content = {"identity": self._identity, "states": states, "random": rng, **{key: place[key] for key in PLACE}}
         write_whole(path, lambda file: torch.save(content, file))
         write_whole(self._folder / LATEST, lambda file: file.write(f"{path.name}\n".encode()))

@@ -100,7 +100,7 @@ class Backbone(nn.Module):
         )  # fmt: skip
         with torch.autocast(last_RW.device.type, enabled=False):
             apart = unrolled_loss([StepOutput(ahead=1, hidden_RH=last_RW.float(), output_VdH=self.rows_VW)], original, KL)
-        return replace(found, total=found.total + self.config.weight * apart.total)
+        return found._replace(total=found.total + self.config.weight * apart.total)
 
 
 def _within(doc_BL: Tensor, place_L: Tensor, window: int | None) -> Tensor:

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from spectrain.config import TrainingConfig
 from spectrain.data.batches import Batch, Samples, leave_out_broken, pack, split
-from spectrain.data.order import Lines, Order, Planner, Sizes, check_lines, row_shares, sizes
+from spectrain.data.order import Lines, Order, Planner, Sizes, check_lines, dealt, row_shares, sizes
 from spectrain.heads.base import check_vocabulary
 from spectrain.heads.losses import Counts, Labels, LossResult, unrolled_loss
 from spectrain.heads.targets import counted
@@ -31,7 +30,9 @@ from spectrain.training.joint import Backbone
 from spectrain.training.noise import noisy
 from spectrain.training.optim import averaged, make_optimizer, set_rates
 from spectrain.training.schedule import Pace, learning_rate
+from spectrain.training.sharding import Weights
 from spectrain.training.tracking import Progress
+from spectrain.training.watch import Watch
 
 Measure = Callable[[Any], Mapping[str, Any]]
 Save = Callable[[Any, str], None]
@@ -82,6 +83,15 @@ class Trainee(nn.Module):
 
     def forward(self, work: Work) -> LossResult:
         """The loss of row i at step k against the target's law after token i + 1 + k, summed over rows and steps."""
+        with self._narrow(work.batch.ids_BL.device):
+            return self._loss(work)
+
+    def _narrow(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Products in half precision, the weights in float32, however they are kept on the processes."""
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.mixed_precision)
+        return torch.autocast(device.type, dtype=kind) if kind else nullcontext()
+
+    def _loss(self, work: Work) -> LossResult:
         batch, config, own_BLW = work.batch, self.config, None  # own: last states of the target as it is now, where it is trained
         if self.backbone is not None and self.backbone.joined:
             batch, own_BLW = self.backbone(batch, self.head.layer_ids)
@@ -101,16 +111,19 @@ class Trainee(nn.Module):
 def train(
     head: Any, samples: Samples, config: TrainingConfig, *, embed_VW: Tensor, output_VW: Tensor, out: Path, accelerator: Accelerator,
     save: Save, on_eval: Measure | None = None, identity: Mapping[str, Any] | None = None, backbone: Backbone | None = None,
+    watch: Watch | None = None,
 ) -> TrainResult:  # fmt: skip
     """Train `head` on `samples` and keep the weights with the best measured acceptance.
 
-    embed_VW, output_VW: the target's embedding and output rows. save(head, name): write a head directory (`best`, `last`).
-    on_eval(head) -> plain values with `measured_tau`. backbone: the target, where it is trained too. identity: plain values (nested)
-    that the run depends on; a checkpoint in `out` with the same ones is resumed, another is refused. It goes on in mid-epoch at any
-    number of processes and accumulation: no batch is lost or comes twice, and the learning rate keeps its place in the data. A finished
-    run, and one whose time is up, says so and returns. SIGINT and SIGTERM save and raise KeyboardInterrupt. Seeds this process's random
-    generators. Raises ValueError when no row counts, nothing is learnt for MOST_IDLE steps or the whole run, another run is at work in
-    `out`, on_eval gives no number, or the head has no table of its draft vocabulary.
+    embed_VW, output_VW: the target's embedding and output rows. on_eval(head) -> plain values with `measured_tau`, called by every process
+    with the whole head (which need not be `head` itself: its weights may be spread over the processes); save(head, name): write a head
+    directory (`best`, `last`), called by the main one. backbone: the target, where it is trained too. watch: one that is open (None: a
+    new one). identity: plain values (nested) that the run depends on; a checkpoint in `out` with the same ones is resumed, another is
+    refused. It goes on in mid-epoch at any number of processes, however accelerate spreads the weights over them, and any accumulation: no
+    batch is lost or comes twice, and the learning rate keeps its place in the data. A finished run, and one whose time is up, says so and
+    returns. SIGINT and SIGTERM save and raise KeyboardInterrupt. Seeds this process's random generators. Raises ValueError when no row
+    counts, nothing is learnt for MOST_IDLE steps or the whole run, another run is at work in `out`, on_eval gives no number, or the head
+    has no table of its draft vocabulary.
     """
     check_vocabulary(head)
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
@@ -119,9 +132,9 @@ def train(
     row_sizes, order, shares, pace = _order(samples, config, window)
     set_seed(config.seed, device_specific=True)
     optimizer = make_optimizer(head.to(device), config, list(backbone.weights) if backbone else [])
-    average = averaged(head, config.ema) if config.ema else None
+    weights = Weights(head, optimizer, averaged(head, config.ema) if config.ema else None, accelerator)
     checkpoints = Checkpoints(
-        out, _parts(head=head, optimizer=optimizer, ema=average, scaler=accelerator.scaler, adapter=backbone and backbone.weights),
+        out, _parts(**weights.parts, scaler=accelerator.scaler, adapter=backbone and backbone.weights),
         identity=identity or {}, keep_last=config.keep_last, accelerator=accelerator,
     )  # fmt: skip
     saved, notes = checkpoints.load()
@@ -131,25 +144,28 @@ def train(
     # A run that goes on has its start behind it; the time that a fit takes is the run's.
     notes += fit_start(head, samples, row_sizes, embed_VW.detach().to(device), shares=shares) if saved is None else []
     trainee = Trainee(head, config, embed_VW=embed_VW.detach().to(device), output_VW=output_VW.detach().to(device), backbone=backbone)
-    model, optimizer = accelerator.prepare(trainee, optimizer)  # from here on `head` is the same weights without the wrapping
+    weights.prepare(trainee)
     step, over, measured = result.steps, _time_is_up(spent, config), _measured_so_far(saved, config, device)
     tracked = config if step < pace.last and not over else config.model_copy(update={"tracker": "none"})  # nothing to track
-    model.train()
-    with only_run(out, accelerator), Progress(pace.last, step, accelerator, tracked, out) as progress, GracefulStop() as stop:
+    trainee.train()
+    with (
+        Watch(accelerator, minutes=config.stall_minutes) if watch is None else nullcontext(watch) as watch, only_run(out, accelerator),
+        Progress(pace.last, step, accelerator, tracked, out) as progress, GracefulStop() as stop,
+    ):  # fmt: skip
         progress.note("\n".join(notes))
         while step < pace.last and not over:
+            watch.at(f"step {step + 1}: loading")
             began = time.monotonic()
             batches, due = order.take(window, config.evals_per_epoch)  # due: a mark was passed at which to measure
             tokens = int(row_sizes.length_N[[i for lines in batches for line in lines for i in line]].sum())
             batches += [[]] * (window - len(batches))  # every process has as many, so that all take part in every update
-            works = [_work(samples, lines, config, device) for lines in batches[rank::world]]
+            works = [_work(samples, lines, config, device) for lines in dealt(batches, row_sizes, world)[rank::world]]
             weight, broken = _over_all(works, accelerator)
-            gain = _join(backbone, step, pace, config, progress)
-            counts = _gradients(model, works, weight, config, accelerator)
+            watch.at(f"step {step + 1}: passes")
             factor = learning_rate(pace.place(step), pace.total, config)
-            missed = _update(optimizer, factor, gain, head, average, config, accelerator) if weight > 0 else "no row counts"
+            set_rates(weights.optimizer, factor, config, gain=_join(backbone, step, pace, config, progress))
+            counts, missed = _learn(weights, works, weight, config, accelerator)
             result.steps = step = step + 1
-            optimizer.zero_grad()
             if broken:
                 result.skipped += broken
                 progress.note(_broken_note(step, works))
@@ -168,13 +184,13 @@ def train(
             last = over or step == pace.last
             _check_learning(result, missed, config, last=last)
             if last or (due if config.eval_steps is None else step % config.eval_steps == 0):
-                _measure(trainee, average, on_eval, save, result, measured, step, seconds, accelerator, progress, last=last)
+                watch.at(f"step {step}: measuring", brisk=False)
+                _measure(trainee, weights, on_eval, save, result, measured, step, seconds, accelerator, progress, last=last)
                 measured = Counts.zeros(config.ttt_steps, device)
             if last or asked or late or (config.checkpoint_steps and step % config.checkpoint_steps == 0):
-                place = {"step": step, "seconds": spent + time.monotonic() - started, "order": order.state, "pace": pace.state()}
-                so_far = {"best": result.best, "history": result.history, "skipped": result.skipped, "idle": result.idle}
+                watch.at(f"step {step}: saving", brisk=False)
                 progress.flush()
-                checkpoints.save({**place, **so_far, "measured": measured.flat().cpu()})
+                checkpoints.save(_place(result, order, pace, measured, spent + time.monotonic() - started))
                 saved_at = time.monotonic()
             if asked:
                 raise KeyboardInterrupt(f"stopped after step {step} of {pace.last}")
@@ -239,6 +255,13 @@ def _resume(
     return result, pace, saved["seconds"], notes
 
 
+def _place(result: TrainResult, order: Order, pace: Pace, measured: Counts, seconds: float) -> dict[str, Any]:
+    """The place in the run, as a checkpoint holds it."""
+    so_far = {"best": result.best, "history": result.history, "skipped": result.skipped, "idle": result.idle}
+    place = {"step": result.steps, "seconds": seconds, "order": order.state, "pace": pace.state()}
+    return {**place, **so_far, "measured": measured.flat().cpu()}
+
+
 def _time_is_up(seconds: float, config: TrainingConfig) -> bool:
     return config.max_minutes is not None and seconds > 60 * config.max_minutes
 
@@ -270,39 +293,33 @@ def _broken_note(step: int, works: Sequence[Work]) -> str:
     return f"step {step}: {len(ids)} samples left out, their states are not finite: {named}"
 
 
-def _gradients(
-    model: nn.Module, works: Sequence[Work], weight: Tensor, config: TrainingConfig, accelerator: Accelerator
-) -> Counts:  # fmt: skip
-    """Make the gradients of a step: of the loss summed over its batches on all processes, divided by `weight`. Returns its counts, over
-    all processes."""
+def _learn(
+    weights: Weights, works: Sequence[Work], weight: Tensor, config: TrainingConfig, accelerator: Accelerator
+) -> tuple[Counts, str]:  # fmt: skip
+    """A step: gradients of the loss summed over its batches on all processes, divided by `weight`; clip, update, average. Returns the
+    step's counts, over all processes, and why the update was left out ("": it was not)."""
     counts = Counts.zeros(config.ttt_steps, accelerator.device)
+    if not weight > 0:
+        return counts, "no row counts"
     for i, work in enumerate(works):
-        with _exchange(model, accelerator, now=i == len(works) - 1):
-            loss = model(work)
+        with weights.exchange(now=i == len(works) - 1):
+            loss = weights.model(work)
             # Processes average their gradients, so the sum over all of them needs the factor.
-            accelerator.backward(loss.total / weight.clamp(min=1e-6) * accelerator.num_processes)
+            accelerator.backward(loss.total / weight * accelerator.num_processes)
         counts = counts + loss.counts.detach()
-    return Counts.from_flat(accelerator.reduce(counts.flat(), reduction="sum"), config.ttt_steps)
+    counts = Counts.from_flat(accelerator.reduce(counts.flat(), reduction="sum"), config.ttt_steps)
+    missed = _update(weights, config, accelerator)
+    weights.optimizer.zero_grad()
+    return counts, missed
 
 
-def _exchange(model: nn.Module, accelerator: Accelerator, *, now: bool) -> AbstractContextManager[Any]:
-    """Passes within exchange gradients between processes, and let the optimizer step, only at the end of a window."""
-    accelerator.gradient_state._set_sync_gradients(now)
-    return nullcontext() if now else accelerator.no_sync(model)
-
-
-def _update(
-    optimizer: Any, factor: float, gain: float, head: nn.Module, average: AveragedModel | None, config: TrainingConfig,
-    accelerator: Accelerator,
-) -> str:  # fmt: skip
-    """Clip, step, average; why the update was left out ("": it was not)."""
-    trainable = [p for group in optimizer.param_groups for p in group["params"]]
-    finite = bool(torch.isfinite(accelerator.clip_grad_norm_(trainable, config.max_grad_norm)))
+def _update(weights: Weights, config: TrainingConfig, accelerator: Accelerator) -> str:
+    """Clip, step, average; why the update was left out."""
+    finite = math.isfinite(weights.clip(config.max_grad_norm))
     if finite or accelerator.scaler is not None:  # in float16 the scaler leaves the update out itself, and lowers its scale
-        set_rates(optimizer, factor, config, gain=gain)
-        optimizer.step()
-    if finite and average is not None:
-        average.update_parameters(head)
+        weights.optimizer.step()
+    if finite and weights.average is not None:
+        weights.average.update_parameters(weights.head)
     return "" if finite else "gradient not finite"
 
 
@@ -347,26 +364,24 @@ def _row_weights(batch: Batch, row_R: Tensor) -> Tensor:
 
 
 def _measure(
-    trainee: Trainee, average: AveragedModel | None, on_eval: Measure | None, save: Save, result: TrainResult, counts: Counts, step: int,
+    trainee: Trainee, weights: Weights, on_eval: Measure | None, save: Save, result: TrainResult, counts: Counts, step: int,
     seconds: float, accelerator: Accelerator, progress: Progress, *, last: bool,
 ) -> None:  # fmt: skip
-    """Measure acceptance with the real generator on the main process, of the averaged weights where there are such, and keep the best
-    head (and the last); then go back to training mode."""
-    chosen = trainee.head if average is None or not int(average.n_averaged) else average.module  # made before the head's start is fitted
-    found: dict[str, Any] = {"measured_tau": None}
-    if accelerator.is_main_process:
-        trainee.eval()
-        chosen.eval()
-        try:
-            found = found if on_eval is None else _checked(on_eval(chosen))
-            tau = found["measured_tau"]
-            if result.best is None or (tau is not None and tau > result.best):
-                result.best = tau
-                save(chosen, "best")
-            if last:
-                save(chosen, "last")
-        finally:
-            trainee.train()
+    """Measure acceptance with the real generator, on every process with the whole head, of the averaged weights where there are such, and
+    keep the best head (and the last); then go back to training mode."""
+    chosen = weights.whole()
+    trainee.eval()
+    chosen.eval()
+    try:
+        found = {"measured_tau": None} if on_eval is None else _checked(on_eval(chosen))
+        (found,) = broadcast_object_list([found])  # all go on from one and the same figure
+        tau = found["measured_tau"]
+        best = result.best is None or (tau is not None and tau > result.best)
+        result.best = tau if best else result.best
+        for name in [*(["best"] if best else []), *(["last"] if last else [])] if accelerator.is_main_process else []:
+            save(chosen, name)
+    finally:
+        trainee.train()
     accelerator.wait_for_everyone()
     means = counts.means()
     point = {"step": step, "minutes": seconds / 60, "loss": means["loss"][0], "alpha": means["alpha"], "hit": means["hit"], **found}

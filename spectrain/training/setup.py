@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, PartialState
 from torch import Tensor
+from transformers.integrations import unset_hf_deepspeed_config
 
 from spectrain.config import HeadConfig, TrainingConfig
 from spectrain.data.rows import Ids, Row
@@ -19,6 +20,7 @@ from spectrain.heads.targets import DraftVocabulary, coverage, draft_vocabulary
 from spectrain.heads.tokens import pack_tokens
 from spectrain.target.check import output_logits
 from spectrain.target.model import Target
+from spectrain.training.sharding import deepspeed_plugin, fsdp_plugin
 from spectrain.training.start import final_norm, last_layer, state_sizes
 from spectrain.training.tracking import check_tracker
 
@@ -30,20 +32,31 @@ LONGEST_WAIT = timedelta(days=2)  # of the other processes, while the first one 
 
 
 def open_accelerator(config: TrainingConfig, out: Path) -> Accelerator:
-    """Processes, device and trackers of a run. The loop weighs accumulated batches itself, so accelerate is told of none.
+    """Processes, device and trackers of a run; how the weights are kept on them is what accelerate was launched with. The loop weighs
+    accumulated batches itself, so accelerate is told of none.
 
-    ValueError when the tracker's package is missing.
+    ValueError when the tracker's package is missing, or when the launch and these settings do not go together.
     """
     check_tracker(config.tracker)
-    return Accelerator(
-        mixed_precision=config.mixed_precision, log_with=None if config.tracker == "none" else config.tracker, project_dir=out,
-        cpu=not torch.cuda.is_available(),  # where the target is; several processes without CUDA find each other only if told
+    zero, fsdp = deepspeed_plugin(config), fsdp_plugin(config)
+    on_cpu = not torch.cuda.is_available()  # where the target is
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision if zero is fsdp is None else "no",  # spread weights are float32; `Trainee` casts itself
+        log_with=None if config.tracker == "none" else config.tracker, project_dir=out, deepspeed_plugin=zero, fsdp_plugin=fsdp,
+        # Several processes without CUDA find each other only if told so, and with DeepSpeed by the name of their backend.
+        cpu=on_cpu and zero is None,
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=LONGEST_WAIT),
+            InitProcessGroupKwargs(timeout=LONGEST_WAIT, **({"backend": "gloo"} if on_cpu and zero else {})),
             # An adapter has no gradients until it joins.
             *([DistributedDataParallelKwargs(find_unused_parameters=True)] if config.lora else []),
         ],
     )  # fmt: skip
+    if zero:
+        unset_hf_deepspeed_config()  # else transformers spreads every model that it loads from here on
+    if fsdp and accelerator.distributed_type == DistributedType.MULTI_CPU:  # accelerate spreads over GPUs alone, torch over any processes
+        accelerator.state.fsdp_plugin = fsdp
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    return accelerator
 
 
 def check_config(config: HeadConfig, target: Target) -> None:

@@ -3,13 +3,15 @@
 Legend: W target width, L tokens, F = J fused states of width W.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spectrain.target.model import Target
+from spectrain.target.placement import Placement, full_shape
 
 PROBE = 1024.0  # a power of two, whose square hides any epsilon in float32
 ATTENTION = tuple(f"self_attn.{name}_proj.weight" for name in "qkvo")
@@ -17,23 +19,37 @@ MLP = tuple(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
 @torch.no_grad()
-def norm_factors(norm: Any, width: int) -> Tensor:
+def norm_factors(norm: Any, width: int, placement: Placement | None = None) -> Tensor:
     """The factors [W] by which a root-mean-square norm multiplies, float32: what the module itself makes of ones, since some families
-    keep the factors less one (Gemma). Of a norm that takes the mean away, its weight."""
-    weight = norm.weight
-    one_W = torch.full((width,), PROBE, dtype=weight.dtype, device=weight.device)
-    up_W, down_W = norm(one_W).float(), norm(-one_W).float()
-    return up_W if torch.equal(up_W, -down_W) and bool(up_W.any()) else weight.detach().float()
+    keep the factors less one (Gemma). Of a norm that takes the mean away, its weight. placement: of the target that it belongs to."""
+    with _whole(norm, placement or Placement()):
+        weight = norm.weight
+        one_W = torch.full((width,), PROBE, dtype=weight.dtype, device=weight.device)
+        up_W, down_W = norm.forward(one_W).float(), norm.forward(-one_W).float()  # without hooks that gather weights for a pass
+        return up_W if torch.equal(up_W, -down_W) and bool(up_W.any()) else weight.detach().float()
+
+
+@contextmanager
+def _whole(module: nn.Module, placement: Placement) -> Iterator[None]:
+    """A module with its own weights in full."""
+    own = dict(module.named_parameters(recurse=False))
+    full = {name: placement.whole(p) for name, p in own.items()}
+    module._parameters.update({name: nn.Parameter(weight, requires_grad=False) for name, weight in full.items()})
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
 
 
 def final_norm(target: Target) -> Tensor:
     """Factors of the target's final norm: the last norm of its hidden width outside the layers. ValueError where there is none."""
     inside = {id(module) for module in target.layers.modules()}
     width = target.embedding_VW.shape[1]
-    found = [m for m in target.model.modules() if id(m) not in inside and getattr(getattr(m, "weight", None), "shape", None) == (width,)]
+    outside = [m for m in target.model.modules() if id(m) not in inside and isinstance(getattr(m, "weight", None), Tensor)]
+    found = [m for m in outside if full_shape(m.weight) == (width,)]
     if not found:
         raise ValueError(f"{target.name} has no final norm of width {width} to start from")
-    return norm_factors(found[-1], width)
+    return norm_factors(found[-1], width, target.placement)
 
 
 def last_layer(target: Target) -> tuple[dict[str, Tensor], list[str]]:
@@ -42,8 +58,8 @@ def last_layer(target: Target) -> tuple[dict[str, Tensor], list[str]]:
     layer = target.layers[-1]
     norms = _norms(layer)
     width = target.embedding_VW.shape[1]
-    found = {f"{ours}.weight": norm_factors(getattr(layer, theirs), width) for ours, theirs in norms.items()}
-    weights = _apart({name: p.detach() for name, p in layer.named_parameters()}, target.config)
+    found = {f"{ours}.weight": norm_factors(getattr(layer, theirs), width, target.placement) for ours, theirs in norms.items()}
+    weights = _apart(target.layer_weights(target.num_layers - 1), target.config)
     notes = []
     for part, names, differs in (("attention", ATTENTION, _attention_differs), ("MLP", MLP, _mlp_differs)):
         reason = _norms_differ(layer) or differs(target, weights) or _missing(names, weights)

@@ -21,9 +21,9 @@ from spectrain.training.setup import new_head
 LAYERS = (1, 2)
 
 
-def sample_of(row: Row, target: Target) -> Sample:
+def sample_of(row: Row, target: Target, layers: Sequence[int] = LAYERS) -> Sample:
     ids_1L, at_M = torch.tensor(row.ids_L.tolist())[None], torch.tensor(row.mask_L.tolist()).nonzero()[:, 0]
-    out = target.forward(ids_1L, positions_BN=torch.arange(len(row))[None], mask=None, cache=None, layer_ids=LAYERS)
+    out = target.forward(ids_1L, positions_BN=torch.arange(len(row))[None], mask=None, cache=None, layer_ids=layers)
     logits_MV = out.logits_BKV[0, at_M]
     return Sample(
         ids_L=ids_1L[0], mask_L=torch.tensor(row.mask_L.tolist()), states=Codes(out.states_BNF[0]), last=Codes(out.last_BKW[0, at_M]),
@@ -36,8 +36,8 @@ class Samples:
         self.rows, self.samples = list(rows), list(samples)
 
     @classmethod
-    def of(cls, target: Target, rows: Sequence[Row]) -> "Samples":
-        return cls(rows, [sample_of(row, target) for row in rows])
+    def of(cls, target: Target, rows: Sequence[Row], layers: Sequence[int] = LAYERS) -> "Samples":
+        return cls(rows, [sample_of(row, target, layers) for row in rows])
 
     def __len__(self) -> int:
         return len(self.rows)
