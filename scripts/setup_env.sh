@@ -4,7 +4,7 @@
 VENV=.venv
 TORCH_INDEX=
 REST=()
-DEV_EXTRAS=dev,gguf,plots,s3,train,zst # the tests also cover the GGUF loader, compressed files, remote stores, adapters and the plots
+DEV_EXTRAS=deepspeed,dev,gguf,plots,quantized,s3,train,zst # the tests also cover the GGUF loader, compressed files, remote stores, adapters, sharded and quantised models and the plots
 
 fail() {
   printf 'error: %s\n' "$*" >&2

@@ -285,7 +285,7 @@ def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device:
     """Load a head directory in evaluation mode. `head.adapter`: the folder of the target's adapter, None for a head trained alone.
 
     Raises ValueError when the folder is none, is damaged, of a newer format, when its tensors do not fit its config, or when the adapter
-    is missing or another one.
+    is damaged or another one.
     """
     folder = Path(folder)
     config, made_with = (_read_json(folder, name) for name in ("config.json", "made_with.json"))
@@ -304,7 +304,7 @@ def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device:
         raise ValueError(f"{found} the draft vocabulary was cut for (vocabulary_key); train the head anew")
     check_vocabulary(head)
     wanted, head.adapter = made_with.get("adapter_sha256"), None
-    if wanted is not None:
+    if wanted is not None and (folder / ADAPTER).is_dir():  # a target that was saved with one in it has no folder of it
         head.adapter = folder / ADAPTER
         if adapter_hash(head.adapter) != wanted:
             raise ValueError(f"{head.adapter} is not the adapter that the head was trained with; copy the whole directory again")
@@ -313,9 +313,9 @@ def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device:
     return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
-def check_head(head: Any, fingerprints: Mapping[str, str], target: str, tokenizer: Any = None) -> None:
+def check_head(head: Any, fingerprints: Mapping[str, str], target: str, tokenizer: Any = None, *, to_train: bool = False) -> None:
     """ValueError when a head was trained for another target than the one with these hashes; with the target's tokenizer, it names the
-    first id that the two read otherwise."""
+    first id that the two read otherwise. to_train: the head is trained further, and may have begun on weights in other bits."""
     made_with = getattr(head, "made_with", {})
     for key in ("tokenizer_sha256", "embedding_sha256"):
         if key in made_with and made_with[key] != fingerprints[key]:
@@ -327,6 +327,19 @@ def check_head(head: Any, fingerprints: Mapping[str, str], target: str, tokenize
             )
     if made_with and made_with.get("adapter_sha256") != fingerprints.get("adapter_sha256"):
         raise ValueError(_adapter_differs(head, made_with, fingerprints, target))
+    if made_with and not to_train and made_with.get("quantization") != fingerprints.get("quantization"):
+        raise ValueError(_quantization_differs(made_with.get("quantization"), fingerprints.get("quantization"), target))
+
+
+def _quantization_differs(trained: str | None, loaded: str | None, target: str) -> str:
+    has = f"this head was trained on the states of a target {_kept(trained)}, and {target} is loaded {_kept(loaded)}"
+    load = f"load it so (--quantization {trained})" if trained else "load it without quantization"
+    go_on = f"spectrain train RECIPE --set head.start=HEAD --set target.quantization={loaded or 'null'}"
+    return f"{has}; {load}, or go on from the head: {go_on}"
+
+
+def _kept(quantization: str | None) -> str:
+    return f"with its weights in {quantization}" if quantization else "in full precision"
 
 
 def _adapter_differs(head: Any, made_with: Mapping[str, Any], fingerprints: Mapping[str, str], target: str) -> str:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,9 +26,11 @@ from spectrain.data.rows import Row
 from spectrain.heads.base import ADAPTER, adapter_hash
 from spectrain.target.lean import shared_copy
 from spectrain.target.model import ADAPTER_MARK, Target
+from spectrain.target.quantised import no_merging
 from spectrain.target.states import row_pass
 
 RECORD = "made_with.json"  # beside the adapter: fingerprints of the target that it belongs to
+FILES = ("adapter_config.json", "adapter_model.safetensors", RECORD)
 TIED = ("tokenizer_sha256", "embedding_sha256")  # the fingerprints that tell one target from another
 
 
@@ -36,6 +38,12 @@ def check_lora(config: LoraConfig, target: Target) -> list[str]:
     """Names of the linear layers that get an adapter. ValueError without peft, and for a target that has none by the names asked for."""
     if find_spec("peft") is None:
         raise ValueError("training.lora needs peft, which is not installed: pip install peft; or leave it out: --set training.lora=null")
+    if target.quantization:
+        found = f"an adapter that is trained on weights in {target.quantization} cannot be merged into them"
+        raise ValueError(f"{found}; load them plain (--set target.quantization=null), or train the head alone: --set training.lora=null")
+    if target.placement.sharded:
+        found = f"training.lora needs the target whole on every process, its placement is {target.placement.kind}"
+        raise ValueError(f"{found}; set --set target.placement=rank, or train the head alone: --set training.lora=null")
     if target.adapter is not None:
         found = f"{target.name} has an adapter merged into it already"
         raise ValueError(f"{found}; choose the target without it, or train the head alone: --set training.lora=null")
@@ -83,12 +91,28 @@ def find_adapter(where: str | Path) -> Path:
     raise ValueError(f"no adapter in {where}; give a head directory with a folder {ADAPTER}, or an adapter as peft saves it")
 
 
+def copied(where: str | Path) -> Callable[[Path], str]:
+    """What writes an adapter, as it is, into another folder, and returns its hash."""
+    source = find_adapter(where)
+
+    def write(folder: Path) -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        return adapter_hash(folder)
+
+    return write
+
+
 def merged(target: Target, where: str | Path) -> Target:
     """The target with an adapter merged into its weights, which are changed in place; as it is, where this adapter is in it already.
 
-    ValueError for an adapter of another target, and for one more on top of another.
+    ValueError for an adapter of another target, for one more on top of another, and for quantised weights.
     """
     folder = find_adapter(where)
+    if target.quantization:
+        raise ValueError(no_merging(folder, target.quantization))
     sha256 = adapter_hash(folder)
     if target.adapter == sha256:
         return target

@@ -2,7 +2,8 @@
 
 A store is a folder of shards of `rows_per_shard` rows each and `manifest.json`, which says what they were made from. A capture that was
 stopped goes on where it was, on any number of processes: process r of w makes the shards r, r + w, ..., then those that the others have
-not made, from the back; nobody waits for anybody. A store made from other rows, another target or other layers is refused.
+not made, from the back; nobody waits for anybody. Processes that hold one copy of the target together make the same shards, and the
+first of them writes. A store made from other rows, another target or other layers is refused.
 
 Legend: K kept tokens of a shard, P its supervised tokens, S states, W target width, F = S * W, N rows.
 """
@@ -101,12 +102,15 @@ def capture(
     """Write the store of `rows` to a folder or URL, or what is missing of it.
 
     last_state: of supervised tokens, what the output layer reads, or none where no loss needs it. rank, world: this process and how many
-    there are. prepared: settings that made the rows, to name what changed. options: of the fsspec file system.
+    there are; a target that is spread over them knows that itself, and all of them must call. prepared: settings that made the rows, to
+    name what changed. options: of the fsspec file system.
     Raises ValueError when the place holds another store (naming the field that differs), when the disk has too little room, when a row
     is longer than the target takes, or for a damaged shard unless config.on_damage says otherwise; OSError when the disk fills up
     on the way: what is there is whole, and the same call goes on from it.
     """
-    config = config or CaptureConfig()
+    config, place = config or CaptureConfig(), target.placement
+    if place.sharded:
+        rank, world = place.replica, place.replicas
     work = _Work(rows, target, tuple(layer_ids), config, last_state)
     lengths_N, supervised_N = row_sizes(rows)
     longest = int(lengths_N.max(initial=0))
@@ -122,11 +126,12 @@ def capture(
         raise ValueError(f"{folder.name} holds files but no manifest.json; give an empty folder")
     if check_space and folder.free is not None:
         work.check_space(folder.name, folder.free + sum(sizes.values()), lengths_N, supervised_N)
-    if found is None:
+    if found is None and place.leads:
         write_manifest(folder, wanted)
     if isinstance(folder, LocalFolder):
         folder.sweep()
-    return work.write(folder, sizes, lengths_N, rank, world)
+    with target.in_step():
+        return work.write(folder, sizes, lengths_N, rank, world)
 
 
 def row_sizes(rows: Sequence[Row]) -> tuple[Numbers, Numbers]:
@@ -177,28 +182,30 @@ class _Work:
 
     def write(self, folder: LocalFolder | RemoteFolder, sizes: Mapping[str, int], lengths_N: Numbers, rank: int, world: int) -> Captured:
         """Make the missing shards; files are written by a second thread while the target computes the next states."""
-        started, done = time.monotonic(), Captured()
+        started, done, place = time.monotonic(), Captured(), self.target.placement
         step = self.config.rows_per_shard
         tokens = [int(lengths_N[first : first + step].sum()) for first in range(0, len(lengths_N), step)]
         pending: Future[None] | None = None
         seen: set[int] = set()
+        told = None if rank == 0 and place.leads else True  # disabled: None, where there is no terminal
         with (
-            tqdm(total=sum(tokens), desc="capture", unit="tok", unit_scale=True, disable=None if rank == 0 else True) as bar,
+            tqdm(total=sum(tokens), desc="capture", unit="tok", unit_scale=True, disable=told) as bar,
             ThreadPoolExecutor(1) as writer,
         ):
             for n in shard_order(len(tokens), rank, world):
                 name = shard_name(n * step)
                 mine = n % world == rank
-                if not self._missing(folder, name, sizes if mine else None, done, thorough=mine):
+                if not place.agreed(self._missing(folder, name, sizes if mine else None, done, thorough=mine)):
                     bar.update(0 if n in seen else tokens[n])
                     continue
                 tensors = self.make_shard(n * step)
                 if pending:
                     pending.result()
-                pending = writer.submit(folder.put, name, partial(write_shard, tensors=tensors))
                 seen.add(n)
                 bar.update(tokens[n])
-                done.shards, done.tokens = done.shards + 1, done.tokens + tokens[n]
+                if place.leads:
+                    pending = writer.submit(folder.put, name, partial(write_shard, tensors=tensors))
+                    done.shards, done.tokens = done.shards + 1, done.tokens + tokens[n]
             if pending:
                 pending.result()
         done.seconds = time.monotonic() - started

@@ -279,7 +279,8 @@ class _Chosen(Sequence[Row]):
 class OnlineFeatures(_Features):
     """Computes the samples when they are asked for, in the target's precision: a store that needs no disk and no capture.
 
-    last_state: as for `capture`. Rows of a batch that stand side by side and share a beginning share its pass.
+    last_state: as for `capture`. Rows of a batch that stand side by side and share a beginning share its pass. Of a target that is spread
+    over processes, all of them ask for a batch at the same time, each for its own.
     """
 
     def __init__(
@@ -290,7 +291,12 @@ class OnlineFeatures(_Features):
         self._config, self._last_state = config or CaptureConfig(), last_state
 
     def _places(self, numbers: Sequence[int], rows: Sequence[Row]) -> list[_Place]:
-        tensors = shard_tensors(rows, self.target, self.layer_ids, ("exact", "exact"), self._config.batch_tokens, self._last_state)
-        block = _Memory(tensors)
+        place = self.target.placement
+        with self.target.in_step():  # processes that make every pass together make those of all of them
+            found = [self._computed([self.rows[i] for i in theirs]) for theirs in place.of_members(list(numbers))]
+        tensors = found[place.member]
         runs = (_runs_by_row(tensors[name], len(rows)) for name in TABLES[:2])
-        return [_Place(block, None, kept, asked) for kept, asked in zip(*runs, strict=True)]
+        return [_Place(_Memory(tensors), None, kept, asked) for kept, asked in zip(*runs, strict=True)]
+
+    def _computed(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        return shard_tensors(rows, self.target, self.layer_ids, ("exact", "exact"), self._config.batch_tokens, self._last_state)

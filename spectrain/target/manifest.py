@@ -83,7 +83,7 @@ def check_rows(folder: Folder, found: Mapping[str, Any], rows: Sequence[Row]) ->
 
 def check_target(folder: Folder, found: Mapping[str, Any], target: Target) -> None:
     """ValueError unless a store was made by this target: same tokenizer, template and embedding, same revision where both are known."""
-    wanted = {"target_revision": target.revision, **target.fingerprints}
+    wanted = {"target_revision": target.revision, "quantization": target.quantization, **target.fingerprints}
     unknown = None in (found.get("target_revision"), target.revision)
     differing = [key for key in wanted if found.get(key) != wanted[key] and not (key == "target_revision" and unknown)]
     if differing:

@@ -12,8 +12,8 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from spectrain.data.identity import fingerprints
 from spectrain.heads.base import LAST
 from spectrain.kernels import tree_attention
 from spectrain.target.cache import SlabCache, causal_mask
+from spectrain.target.placement import Placement, finish, loading, open_placement
+from spectrain.target.quantised import full_weights, loading_options, quantization_of, settle
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KINDS = ("full_attention", "sliding_attention")  # kinds of layer, in the names of transformers
@@ -43,12 +45,16 @@ class TargetOutput:
 
 @dataclass(frozen=True)
 class Target:
-    """A frozen causal language model with its tokenizer. `load_target` makes it."""
+    """A frozen causal language model with its tokenizer. `load_target` makes it.
+
+    One that is spread over processes (`placement`) is asked by all of them at the same time: for a pass, for weights, for fingerprints.
+    """
 
     model: Any
     tokenizer: Any
     name: str
     revision: str | None = None
+    placement: Placement = field(default_factory=Placement)
 
     @property
     def config(self) -> Any:
@@ -58,6 +64,11 @@ class Target:
     def adapter(self) -> str | None:
         """Hash of the adapter that was merged into the model (target/adapter.py), None for a model without one."""
         return getattr(self.model.config, ADAPTER_MARK, None)
+
+    @property
+    def quantization(self) -> str | None:
+        """`8bit` or `4bit` where the linear layers are kept so (target/quantised.py)."""
+        return quantization_of(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -83,11 +94,18 @@ class Target:
 
     @property
     def embedding_VW(self) -> Tensor:
-        return self.model.get_input_embeddings().weight
+        return self._gathered[0] if self.placement.sharded else self.model.get_input_embeddings().weight
 
     @property
     def output_VW(self) -> Tensor:
-        return self.model.get_output_embeddings().weight
+        return self._gathered[1] if self.placement.sharded else self.model.get_output_embeddings().weight
+
+    @cached_property
+    def _gathered(self) -> tuple[Tensor, Tensor]:
+        """Embedding and output rows in full, one tensor where they are tied; every process keeps them."""
+        rows = [module.weight for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings())]
+        first_VW = self.placement.whole(rows[0])
+        return first_VW, first_VW if rows[0] is rows[1] else self.placement.whole(rows[1])
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
@@ -109,6 +127,13 @@ class Target:
         if not found:
             raise ValueError(f"{type(self.model).__name__} has no list of {self.num_layers} decoder layers to take states from")
         return found[0]
+
+    def layer_weights(self, i: int) -> dict[str, Tensor]:
+        """Parameters of decoder layer i (0: the first) by name; where they are quantised, as what they stand for; where they are spread
+        over processes, in full and on the CPU."""
+        if self.placement.sharded:
+            return {name: self.placement.whole(p).cpu() for name, p in self.layers[i].named_parameters()}
+        return full_weights(self.layers[i])
 
     @cached_property
     def cache_keyword(self) -> str:
@@ -176,7 +201,7 @@ class Target:
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
         return SlabCache(
-            layers=self.num_layers, rows=rows, kv_heads=kv_heads, head_dim=head_dim,
+            layers=self.num_layers, rows=rows, kv_heads=self.placement.kv_heads(self.model, kv_heads), head_dim=head_dim,
             max_length=max_length, dtype=self.model.dtype, device=self.device,
         )  # fmt: skip
 
@@ -201,7 +226,7 @@ class Target:
             place_N = torch.arange(N, device=ids_BN.device)
             mask = self.by_kind(lambda window: causal_mask(place_N[None], place_N, window))
         kwargs = {self.cache_keyword: cache} if cache is not None else {}
-        with taps(self, layer_ids) as states, tap_last(self) as last:
+        with self.placement.one_pass(self.device), taps(self, layer_ids) as states, tap_last(self) as last:
             output = self.model(
                 input_ids=ids_BN, position_ids=positions_BN, attention_mask=mask, use_cache=cache is not None,
                 logits_to_keep=logits_to_keep, return_dict=True, **kwargs,
@@ -209,13 +234,19 @@ class Target:
         states_BNF = torch.cat([states[i] for i in layer_ids], dim=-1) if layer_ids else None
         return TargetOutput(logits_BKV=output.logits, states_BNF=states_BNF, last_BKW=last[0])
 
+    def in_step(self) -> AbstractContextManager[None]:
+        """A section in which processes make different numbers of passes (`Placement.section`); all of them must enter it."""
+        ids_11 = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        return self.placement.section(lambda: self.forward(ids_11, positions_BN=ids_11, mask=None, cache=None), self.device)
+
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Hashes that tell whether a head, a store or an answer file belongs to this target."""
         # A target tuned with frozen embeddings differs in its layers alone.
-        layer = [p for p in self.layers[-1].parameters() if p.dim() > 1]
+        layer = [p for p in self.layer_weights(self.num_layers - 1).values() if p.dim() > 1]
         found = {**fingerprints(self.tokenizer), "embedding_sha256": _hash([self.embedding_VW]), "layers_sha256": _hash(layer)}
-        return found if self.adapter is None else {**found, "adapter_sha256": self.adapter}
+        more = {"adapter_sha256": self.adapter, "quantization": self.quantization}
+        return found | {key: value for key, value in more.items() if value is not None}
 
     def encode(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
         """Token ids of a prompt: ids as they are, a string as plain text, a chat (list of messages) through the template."""
@@ -271,13 +302,16 @@ def tap_last(target: Target) -> Iterator[list[Tensor]]:
 
 
 def load_target(
-    name: str | Path, *, dtype: str = "float32", device: str | None = None, revision: str | None = None, adapter: str | Path | None = None
-) -> Target:
+    name: str | Path, *, dtype: str = "float32", device: str | None = None, revision: str | None = None,
+    adapter: str | Path | None = None, quantization: str | None = None, placement: str = "rank", tp_size: int | None = None,
+) -> Target:  # fmt: skip
     """Load a Hub name, a folder or a `.gguf` file, frozen and in evaluation mode.
 
-    adapter: one of the target's, merged into its weights: the folder of a head that was trained together with it, or of peft's. Raises
-    ValueError when a path does not exist, when the model has layers that cannot be rolled back, when the tokenizer has more ids than the
-    model has rows, or when the adapter is another target's.
+    adapter: one of the target's, merged into its weights: the folder of a head that was trained together with it, or of peft's.
+    quantization: `8bit` or `4bit` for the weights of its linear layers (target/quantised.py). placement, tp_size: how it lies on several
+    processes (target/placement.py), which then load it together. Raises ValueError when a path does not exist, when the model has layers
+    that cannot be rolled back, when the tokenizer has more ids than the model has rows, when the adapter is another target's, for an
+    adapter and quantised weights, or for a placement that cannot be had.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -290,20 +324,29 @@ def load_target(
     text = str(path) if looks_local else str(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where: dict[str, Any] = {"revision": revision} if revision else {}
+    bits = loading_options(quantization, name=text, dtype=DTYPES[dtype], device=device, adapter=adapter) if quantization else {}
+    place = open_placement(placement, tp_size, name=text, device=device, quantization=quantization, adapter=adapter)
     if text.endswith(".gguf"):
         text, where = str(path.parent), {"gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(text, **where)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(text, dtype=DTYPES[dtype], attn_implementation=tree_attention.register(), **where)
+        with loading(place, text, DTYPES[dtype], **where) as spread:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                text, dtype=DTYPES[dtype], attn_implementation=tree_attention.register(), **where, **bits, **spread
+            )
     except KeyError as error:  # models with a table of attention classes (Falcon, GPT-Neo)
         if error.args != (tree_attention.NAME,):
             raise
         raise ValueError(_refusal(str(name), "model", "attention of its own making")) from error
-    model = model.to(device).eval().requires_grad_(False)
-    target = Target(model=model, tokenizer=tokenizer, name=str(name), revision=revision)
+    settle(model, quantization, str(name))
+    model = (model if place.sharded else model.to(device)).eval().requires_grad_(False)
+    finish(place, model, DTYPES[dtype])
+    target = Target(model=model, tokenizer=tokenizer, name=str(name), revision=revision, placement=place)
     target.check_kind()
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+    if len(tokenizer) > target.vocab_size:
         raise ValueError(f"{name}: the tokenizer has {len(tokenizer)} ids, the model only {model.config.vocab_size} rows")
+    if place.sharded:
+        _ = target.fingerprints, target.output_VW  # made while all processes are here
     if adapter is None:
         return target
     from spectrain.target.adapter import merged

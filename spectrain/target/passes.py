@@ -1,6 +1,7 @@
 """Which copy of the target makes the passes of a generation: the stock model, one with blocked products, or a compiled one.
 
-The stock model (`eager`) is the slow twin of the other two. They exist for float32 on a CPU; elsewhere every mode is eager so far.
+The stock model (`eager`) is the slow twin of the other two. They exist for plain float32 weights on a CPU; elsewhere every mode is eager
+so far.
 
 Legend: B rows, N nodes.
 """
@@ -72,7 +73,10 @@ def choose(target: Target, compile: bool | Literal["auto"], *, rows: int, nodes:
     """
     if not (isinstance(compile, bool) or compile == "auto"):
         raise ValueError(f"compile must be True, False or 'auto', found {compile!r}")
-    if compile is False:
+    other = target.quantization or (target.placement.sharded and f"placement {target.placement.kind}")
+    if compile is True and other:
+        raise ValueError(f"compile=True is for plain weights, those of {target.name} are in {other}; use compile='auto'")
+    if compile is False or other:
         return "eager"
     dtype = str(target.model.dtype).removeprefix("torch.")
     if target.device.type != "cpu" or dtype != "float32":
