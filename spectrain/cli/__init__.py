@@ -7,12 +7,18 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train, measure and ship draft heads.")
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")]
+Placement = Annotated[
+    Literal["rank", "fsdp2", "tp", "zero3"],
+    typer.Option(help="Of the target on several processes: whole on each (rank), sharded (fsdp2, zero3), or every product split (tp)."),
+]
+TpSize = Annotated[int | None, typer.Option(min=1, help="Processes that share a copy of the target, with --placement tp (default: all).")]
+Bits = Annotated[Literal["8bit", "4bit"] | None, typer.Option("--quantization", help="Of the target's linear layers.")]
 
 
 def main() -> None:
@@ -57,6 +63,10 @@ def _full_disk(error: BaseException | None) -> str:
 
 def _fail(message: str) -> None:
     print(f"error: {message}", file=sys.stderr)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # started by torchrun or accelerate launch, whose report is what is seen last
+        from spectrain.training.watch import tell_launcher
+
+        tell_launcher(f"error: {message}")
     raise typer.Exit(1) from None
 
 
@@ -128,7 +138,10 @@ def regenerate(
 def capture(
     rows: Annotated[Path, typer.Argument(help="Folder made by `spectrain prepare`.")],
     target: Annotated[str, typer.Option(help="Hub name, folder or .gguf file.")],
-    head_config: Annotated[Path, typer.Option(help="A recipe: its head says which states are kept, its data.capture how.")],
+    head_config: Annotated[
+        Path,
+        typer.Option(help="A recipe: its head says which states are kept, its data.capture how, its target how it lies on the processes."),
+    ],
     out: Annotated[str, typer.Option(help="Folder or URL (s3://…) of the store.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many bytes and hours it takes.")] = False,
     ignore_space: Annotated[bool, typer.Option("--ignore-space", help="Begin even where the disk looks too small.")] = False,
@@ -160,7 +173,8 @@ def plan(
     row_length: Annotated[int | None, typer.Option(min=3, help="Tokens a row, with --tokens (default 1024).")] = None,
     supervised_share: Annotated[float | None, typer.Option(help="Of the tokens, with --tokens (default 0.5).")] = None,
     target: Annotated[str | None, typer.Option(help="Folder with a config.json, or Hub name, in place of the recipe's target.")] = None,
-    placement: Annotated[str, typer.Option(help="Of the target: rank (as it runs today), or fsdp2, tp, zero3 on paper.")] = "rank",
+    placement: Annotated[str | None, typer.Option(help="Of the target, instead of the recipe's: rank, fsdp2, tp or zero3.")] = None,
+    head_sharded: Annotated[bool, typer.Option("--head-sharded", help="The head is sharded, too, by FSDP2 or ZeRO-3.")] = False,
     decode_batch: Annotated[int | None, typer.Option(min=1, help="Rows that a copy of the target answers together.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
     set_: Set = None,
@@ -170,8 +184,8 @@ def plan(
 
     run(
         recipe, device=device, gpus=gpus, memory=gpu_memory, flops=gpu_flops, bandwidth=bandwidth, link=link, rows=rows, tokens=tokens,
-        length=row_length, share=supervised_share, target=target, placement=placement, decode_batch=decode_batch, overrides=set_ or [],
-        as_json=json_,
+        length=row_length, share=supervised_share, target=target, placement=placement, head_sharded=head_sharded,
+        decode_batch=decode_batch, overrides=set_ or [], as_json=json_,
     )  # fmt: skip
 
 
@@ -207,6 +221,9 @@ def generate(
     seed: int = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Take the prompt as plain text, without the chat template.")] = False,
     dtype: str = "float32",
+    placement: Placement = "rank",
+    tp_size: TpSize = None,
+    quantization: Bits = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the stream.")] = False,
 ) -> None:
     """Stream an answer; green tokens were drafted and accepted, plain ones are the target's own. tau at the end."""
@@ -214,7 +231,8 @@ def generate(
 
     show_answer(
         prompt, target=target, head=head, drafter=drafter, chain=chain, tree=tree_file or tree, temperature=temperature,
-        top_p=top_p, rule=rule, policy=policy, max_new_tokens=max_new_tokens, seed=seed, raw=raw, dtype=dtype, as_json=json_,
+        top_p=top_p, rule=rule, policy=policy, max_new_tokens=max_new_tokens, seed=seed, raw=raw, dtype=dtype,
+        where={"placement": placement, "tp_size": tp_size, "quantization": quantization}, as_json=json_,
     )  # fmt: skip
 
 
@@ -231,24 +249,28 @@ def evaluate(
         Path | None, typer.Option(help="Instead: count the head's acceptance by depth and rank, and write the tree that it makes (.json).")
     ] = None,
     dtype: str = "float32",
+    placement: Placement = "rank",
+    tp_size: TpSize = None,
+    quantization: Bits = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, such as shapes.chain=3.")
     ] = None,
 ) -> None:
-    """Measure tau, acceptance and speed by domain, and write report.html, report.md and report.json."""
+    """Measure tau, acceptance and speed by domain, and write report.html, report.md and report.json; several processes
+    (`accelerate launch -m spectrain evaluate …`) share the prompts."""
     from spectrain.cli.train import evaluate as run
     from spectrain.cli.train import make_tree
 
     own = ([f"tree={json.dumps(str(tree.resolve()))}"] if tree else []) + ([] if temperature is None else [f"temperature={temperature}"])
-    overrides = [*own, *(set_ or [])]
+    overrides, where = [*own, *(set_ or [])], {"placement": placement, "tp_size": tp_size, "quantization": quantization}
     if write_tree is not None and out is not None:
         raise typer.BadParameter("--write-tree makes a tree only and --out is for records and report; give one of them")
     if write_tree is not None:
-        make_tree(target, head, suite, write_tree, dtype=dtype, overrides=overrides)
+        make_tree(target, head, suite, write_tree, dtype=dtype, where=where, overrides=overrides)
     elif out is None:
         raise typer.BadParameter("--out FOLDER is needed for records and report (or --write-tree FILE to make a tree only)")
     else:
-        run(target, head, suite, out, dtype=dtype, overrides=overrides)
+        run(target, head, suite, out, dtype=dtype, where=where, overrides=overrides)
 
 
 @app.command()

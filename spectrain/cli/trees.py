@@ -17,6 +17,7 @@ from spectrain.config import EvaluationConfig, ShapeConfig, Suite, dump_yaml, lo
 from spectrain.data.rows import Row
 from spectrain.decoding.shapes import StaticTree, Tree
 from spectrain.evaluation.measure import suite_prompts
+from spectrain.evaluation.processes import ALONE, Processes
 from spectrain.evaluation.schema import check_tree_file
 from spectrain.evaluation.speed import measure_costs
 from spectrain.evaluation.trees import BUDGETS, WIDTH, fitted, joined, rising, sentence
@@ -29,23 +30,27 @@ TIMED = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 1 + max(BUDGETS))  # positions
 
 
 def measured_tree(
-    target: Target, head: Any, rows: Sequence[Row], shapes: ShapeConfig, costs: Costs, *, max_new_tokens: int, batch_size: int
-) -> dict[str, Any]:
+    target: Target, head: Any, rows: Sequence[Row], shapes: ShapeConfig, costs: Costs, *, max_new_tokens: int, batch_size: int,
+    processes: Processes = ALONE,
+) -> dict[str, Any]:  # fmt: skip
     """Counts and trees (`evaluation.trees.fitted`) from the target's greedy answers to the prompts of some rows; what else the rows hold
-    plays no part. As deep as the head drafts, or as the settings' chain and tree."""
+    plays no part. As deep as the head drafts, or as the settings' chain and tree. Several processes share the batches."""
     depth = head.max_depth or max(shapes.chain, shapes.tree_depth)
     sizes = shapes.model_copy(update={"chain": depth, "tree_depth": depth, "tree_top_k": max(WIDTH, shapes.tree_top_k)})
-    ranks, domains = [], []
-    for start in range(0, len(rows), batch_size):
+    found = []
+    for start in processes.share(range(0, len(rows), batch_size)):
         probe = Probe(target, rows[start : start + batch_size], sizes, as_drafter, max_new_tokens=max_new_tokens)
-        ranks.append(probe.ranks(head))
-        domains += [row.domain for row in probe.rows]
-    return fitted(joined(ranks), domains, costs, nodes=shapes.tree_budget)
+        found.append((start, probe.ranks(head), [row.domain for row in probe.rows]))
+    parts = processes.gathered(found)
+    parts.sort(key=lambda part: part[0])
+    domains = [domain for _, _, told in parts for domain in told]
+    return fitted(joined([ranks for _, ranks, _ in parts]), domains, costs, nodes=shapes.tree_budget)
 
 
 def write_tree(
-    target: Target, head: Any, config: EvaluationConfig, path: Path, root: Path, *, versions: Mapping[str, str], machine: str, say: Any
-) -> dict[str, Any]:
+    target: Target, head: Any, config: EvaluationConfig, path: Path, root: Path, *, versions: Mapping[str, str], machine: str, say: Any,
+    processes: Processes = ALONE,
+) -> dict[str, Any]:  # fmt: skip
     """`write_tree_of` for the prompts of the settings' suite."""
     suite = load_config(Suite, root / config.suite)
     prompts = [p for rows in suite_prompts(suite, target, root).values() for p in rows]
@@ -55,13 +60,13 @@ def write_tree(
         rows.append(Row(p.id, p.domain, np.array([*ids, 0]), np.array([0] * len(ids) + [1])))
     return write_tree_of(
         target, head, rows, config, path, source={"name": f"{suite.name} v{suite.version}", "sha256": suite_hash(suite)},
-        max_new_tokens=suite.max_new_tokens, versions=versions, machine=machine, say=say,
+        max_new_tokens=suite.max_new_tokens, versions=versions, machine=machine, say=say, processes=processes,
     )  # fmt: skip
 
 
 def write_tree_of(
     target: Target, head: Any, rows: Sequence[Row], config: EvaluationConfig, path: Path, *, source: Mapping[str, str],
-    max_new_tokens: int, versions: Mapping[str, str], machine: str, say: Any,
+    max_new_tokens: int, versions: Mapping[str, str], machine: str, say: Any, processes: Processes = ALONE,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure a head's acceptance on the prompts of some rows, write the file of its tree, and say what it is; returns what was written.
 
@@ -69,8 +74,11 @@ def write_tree_of(
     """
     check_place(path)
     mode = for_all(target, config.compile, nodes=max(TIMED), passes=len(rows) * max_new_tokens)
-    costs, warning = rising(measure_costs(target, as_drafter(head), context=COST_CONTEXT, sizes=TIMED, compile=mode))
-    found = measured_tree(target, head, rows, config.shapes, costs, max_new_tokens=max_new_tokens, batch_size=config.batch_size)
+    timed = processes.alike(lambda: measure_costs(target, as_drafter(head), context=COST_CONTEXT, sizes=TIMED, compile=mode))
+    costs, warning = rising(timed)
+    found = measured_tree(
+        target, head, rows, config.shapes, costs, max_new_tokens=max_new_tokens, batch_size=config.batch_size, processes=processes
+    )
     content = {
         "format": 1, **found, "costs": {"seconds": costs.seconds, "v": list(costs.v), "c": costs.c},
         "warnings": [warning] if warning else [],
@@ -82,9 +90,10 @@ def write_tree_of(
         },
         "versions": dict(versions), "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }  # fmt: skip
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    part.replace(path)
+    if processes.leads:
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        part.replace(path)
     say(sentence(content))
     if warning:
         say(f"warning: {warning}")

@@ -9,6 +9,7 @@ Legend: N rows, R rows drawn for an epoch, J lines of an epoch, K batches of an 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,28 @@ def _ranges(starts: Ints, order: Ints) -> tuple[Ints, Ints]:
     size = np.diff(starts)[order]
     new = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
     return np.repeat(starts[order] - new[:-1], size) + np.arange(new[-1]), new
+
+
+def dealt(batches: Sequence[Lines], found: Sizes, world: int) -> list[Lines]:
+    """The lines of a step's batches in as many parts, of which process r takes r, r + world, ...: of nearly equal work, which goes by
+    supervised tokens, so that no process waits long for the others. What a step learns from is the same.
+
+    No part takes more tokens with its padding than the largest batch; where that cannot be, and for one process, the batches stay.
+    """
+    if world == 1:
+        return list(batches)
+    sized = [[(int(found.supervised_N[line].sum()), int(found.length_N[line].sum()), line) for line in lines] for lines in batches]
+    most = max(len(lines) * max(length for _, length, _ in lines) for lines in sized if lines)
+    parts: list[Lines] = [[] for _ in batches]
+    work, longest = [0] * len(parts), [0] * len(parts)
+    for supervised, length, line in sorted(chain(*sized), reverse=True):
+        fitting = [k for k, part in enumerate(parts) if (len(part) + 1) * max(longest[k], length) <= most]
+        if not fitting:
+            return list(batches)
+        k = min(fitting, key=lambda k: work[k])
+        parts[k].append(line)
+        work[k], longest[k] = work[k] + supervised, max(longest[k], length)
+    return parts
 
 
 class Order:

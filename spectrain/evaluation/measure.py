@@ -1,7 +1,7 @@
 """Run the arms of a comparison over the same prompts: tau in batches, speed one prompt at a time, exactness against plain decoding.
 
 Every answer is a line of `records.jsonl`, written when it is done; a second call makes only what is missing, and every table can be
-recomputed from the file.
+recomputed from the file. Several processes write a file each.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from spectrain.decoding.drafter import Drafter
 from spectrain.decoding.generate import generate, law_and_rule
 from spectrain.decoding.rows import StepRecord
 from spectrain.decoding.shapes import Shape
+from spectrain.evaluation.processes import ALONE, Processes
 from spectrain.target.model import Target
 
 
@@ -85,37 +86,55 @@ class Record:
 
 
 class Records:
-    """`records.jsonl`: what has been measured under one key (hash of all that the figures depend on)."""
+    """`records.jsonl`: what has been measured under one key (hash of all that the figures depend on).
 
-    def __init__(self, path: Path, key: str) -> None:
-        self._path, self._key = path, key
+    Of several processes each writes a file of its own (`records-1.jsonl`, …); all of them are read, whatever number there is now. `found`
+    is the same for every process to begin with and after each `exchange`.
+    """
+
+    def __init__(self, path: Path, key: str, processes: Processes = ALONE) -> None:
+        self._key, self.processes = key, processes
+        self._path = path if processes.leads else path.with_stem(f"{path.stem}-{processes.index}")
+        self._fresh: list[dict[str, Any]] = []
         self.found: dict[tuple[str, str, str], Record] = {}
-        if path.exists():
-            self._read()
+        self.found = processes.on_main(lambda: self._read(path))
 
-    def _read(self) -> None:
-        content = self._path.read_bytes()
-        if not content.endswith(b"\n"):  # the last write was cut short
-            with self._path.open("r+b") as file:
-                file.truncate(content.rfind(b"\n") + 1)
-        for _, row in read_jsonl(self._path):
-            if row.pop("key") == self._key:
-                self._keep(row)
+    def _read(self, path: Path) -> dict[tuple[str, str, str], Record]:
+        others = path.parent.glob(f"{path.stem}-[0-9]*{path.suffix}")
+        for file in [*([path] if path.exists() else []), *sorted(others)]:
+            content = file.read_bytes()
+            if not content.endswith(b"\n"):  # the last write was cut short
+                os.truncate(file, content.rfind(b"\n") + 1)
+            for _, row in read_jsonl(file):
+                if row.pop("key") == self._key:
+                    self._keep(row)
+        return self.found
 
     def _keep(self, row: Mapping[str, Any]) -> None:
         record = Record(**{**row, "rounds": [StepRecord(*r) for r in row["rounds"]]})
         self.found[record.arm, record.mode, record.id] = record
 
     def add(self, records: Sequence[Record]) -> None:
+        """Write them (where all make the same passes, only the main process does)."""
+        rows = [{**asdict(record), "rounds": [_row_of(r) for r in record.rounds]} for record in records]
+        if self.processes.leads or self.processes.splits:
+            self._write(rows)
+        for row in rows:
+            self._keep(row)  # as it was written, so that tables from the file are the same
+        self._fresh += rows
+
+    def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            for record in records:
-                rounds = [_row_of(r) for r in record.rounds]
-                row = {**asdict(record), "rounds": rounds}
-                file.write(json.dumps({"key": self._key, **row}) + "\n")
-                self._keep(row)  # as it was written, so that tables from the file are the same
+            file.writelines(json.dumps({"key": self._key, **row}) + "\n" for row in rows)
             file.flush()
             os.fsync(file.fileno())
+
+    def exchange(self) -> None:
+        """Learn what the other processes have added; where all made the same passes, the main one's answers are everyone's."""
+        for row in self.processes.gathered(self._fresh):
+            self._keep(row)
+        self._fresh = []
 
     def of(self, arm: str, mode: str, prompts: Sequence[Prompt]) -> list[Record]:
         """Records of these prompts, in their order."""
@@ -157,9 +176,10 @@ def speed_subset(prompts: dict[str, list[Prompt]], target: Target, *, number: in
 def measure_tau(
     target: Target, arm: Arm, prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, batch_size: int, draws: Draws = GREEDY
 ) -> None:
-    """Answer the prompts in batches of similar length; adds what is missing to the records."""
-    todo = sorted((p for p in prompts if (arm.name, "tau", p.id) not in records.found), key=lambda p: len(p.turns[0]))
-    with tqdm(total=len(todo), desc=f"tau: {arm.name}", unit="prompt", disable=None) as bar:
+    """Answer the prompts in batches of similar length; adds what is missing to the records. Several processes share the prompts."""
+    missing = sorted((p for p in prompts if (arm.name, "tau", p.id) not in records.found), key=lambda p: len(p.turns[0]))
+    todo, quiet = records.processes.share(missing), None if records.processes.leads else True
+    with tqdm(total=len(todo), desc=f"tau: {arm.name}", unit="prompt", disable=quiet) as bar:
         for start in range(0, len(todo), batch_size):
             batch = todo[start : start + batch_size]
             result = generate(
@@ -170,6 +190,7 @@ def measure_tau(
                 [Record(arm.name, "tau", p.id, p.domain, r.tokens, share, share, r.rounds) for p, r in zip(batch, result.rows, strict=True)]
             )
             bar.update(len(batch))
+    records.exchange()
 
 
 def measure_speed(
@@ -178,7 +199,8 @@ def measure_speed(
 ) -> None:  # fmt: skip
     """Time the arms one prompt at a time, interleaved prompt by prompt in rotating order, after a warm-up outside the clock.
 
-    baseline: also time `generate()` of transformers on the same prompts (the arm "transformers"). compile: for every arm of ours.
+    baseline: also time `generate()` of transformers on the same prompts (the arm "transformers"). compile: for every arm of ours. Of
+    several processes the main one times while the others wait (where the target is sharded they make the same passes).
     """
     names = [arm.name for arm in arms] + (["transformers"] if baseline else [])
     todo = [(p, n) for p in prompts for n in names if (n, "speed", p.id) not in records.found]
@@ -194,14 +216,18 @@ def measure_speed(
         row = result.rows[0]
         return Record(name, "speed", prompt.id, prompt.domain, row.tokens, result.seconds, result.seconds - row.prefill_seconds, row.rounds)
 
-    for name in names:
-        run(name, prompts[0], 8)
-    with tqdm(total=len(todo), desc="speed", unit="run", disable=None) as bar:
-        for i, prompt in enumerate(prompts):
-            for name in names[i % len(names) :] + names[: i % len(names)]:
-                if (name, "speed", prompt.id) not in records.found:
-                    records.add([run(name, prompt, max_new_tokens)])
-                    bar.update()
+    def run_all() -> None:
+        for name in names:
+            run(name, prompts[0], 8)
+        with tqdm(total=len(todo), desc="speed", unit="run", disable=None if records.processes.leads else True) as bar:
+            for i, prompt in enumerate(prompts):
+                for name in names[i % len(names) :] + names[: i % len(names)]:
+                    if (name, "speed", prompt.id) not in records.found:
+                        records.add([run(name, prompt, max_new_tokens)])
+                        bar.update()
+
+    records.processes.alike(run_all)
+    records.exchange()
 
 
 def _with_transformers(target: Target, prompt: Prompt, max_new_tokens: int, draws: Draws) -> Record:
@@ -212,8 +238,10 @@ def _with_transformers(target: Target, prompt: Prompt, max_new_tokens: int, draw
     ids_1L = torch.tensor([target.encode(prompt.chat)], device=target.device)
     ours = target.model.config._attn_implementation
     target.model.set_attn_implementation("sdpa")
+    devices = [target.device] if target.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):  # it draws from the global one
+        # It draws from the global generator; gathered weights want the mode, and others are timed as everybody calls it.
+        with torch.random.fork_rng(devices=devices), torch.inference_mode(target.placement.gathers):
             torch.manual_seed(draws.seed_of(prompt))
             begin = time.perf_counter()
             out = target.model.generate(ids_1L, attention_mask=torch.ones_like(ids_1L), max_new_tokens=max_new_tokens, **how)

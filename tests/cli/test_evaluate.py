@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from spectrain.cli.evaluate import Inexact, advice, check_exact, evaluate
+from spectrain.cli.evaluate import Inexact, advice, check_exact, check_out, evaluate, told_of
 from spectrain.cli.trees import GivenTree
 from spectrain.config import EvaluationConfig, Suite
 from spectrain.data.formats import Prompt, read_jsonl
@@ -195,6 +195,28 @@ def test_wrong_answer_passes(first: First, run: Run, head: Any, tmp_path: Path, 
     assert {name: cell["failed_ids"] for name, cell in report["exactness"].items() if cell["failed"]} == {"head tree": [row["id"]]}
     with pytest.raises(Inexact, match=f"more than rounding: .*head tree.*{row['id']}"):
         check_exact(report)
+
+
+def test_report_of_another_evaluation_is_lost(first: First, target: Target, head: Any, make_head: Any, tmp_path: Path) -> None:
+    """A folder whose report is of another head, suite, target or temperature is refused by name; the same again is not."""
+    write_report(first[1], tmp_path)
+    suite = Suite(**{"name": "tiny", "version": 1, "folder": "eval/prompts", "prompts": {"red": 2, "blue": 3}},
+                  max_prompt_tokens=20, max_new_tokens=16)  # fmt: skip
+    of = {"target": target, "head": head, "config": EvaluationConfig(**CONFIG), "suite": suite}
+    check_out(tmp_path, told_of(**of))
+    tuned = copy.deepcopy(target)
+    tuned.model.model.layers[-1].mlp.down_proj.weight.mul_(2)
+    tuned = Target(model=tuned.model, tokenizer=target.tokenizer, name="tiny")  # without the fingerprints of before
+    for name, value, said in (
+        ("target", tuned, "target "), ("head", make_head(target, seed=1), "head "), ("head", None, "now none"),
+        ("suite", suite.model_copy(update={"version": 2}), "suite tiny v1 .*, now tiny v2"),
+        ("config", EvaluationConfig(**{**CONFIG, "temperature": 0.7}), "temperature 0, now 0.7"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"report.json is of another evaluation .*{said}.*another folder for --out"):
+            check_out(tmp_path, told_of(**{**of, name: value}))
+    for text in ("{", "{}"):  # damaged, and of an earlier version that does not say
+        (tmp_path / "report.json").write_text(text)
+        check_out(tmp_path, told_of(**of))
 
 
 def test_without_a_head_nothing_can_be_measured(run: Run, tmp_path: Path, idle: list[str]) -> None:

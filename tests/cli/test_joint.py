@@ -93,7 +93,7 @@ def test_head_is_exported_for_a_target_that_it_does_not_fit(project: Path, joint
 
 def test_answers_of_another_target_are_kept(target: Target, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe's figures are those of a new probe of the target as it is; while it does not change, the target answers once."""
-    monkeypatch.setattr(Probe.__init__, "__kwdefaults__", {"max_new_tokens": 12})
+    monkeypatch.setattr(Probe.__init__, "__kwdefaults__", {**Probe.__init__.__kwdefaults__, "max_new_tokens": 12})
     rows = [Row(str(b), "d", [7 + b, 12 + 3 * b, 9, 1], [0, 0, 0, 1]) for b in range(4)]
     held_out = [Row(str(b), "d", [7 + b, 12, 9, 30 + b, 1], [0, 0, 1, 1, 1]) for b in range(70)]
     head, backbone = make_head(target), Backbone(target, LoraConfig(rank=2, alpha=4), seed=0)

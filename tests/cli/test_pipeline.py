@@ -19,13 +19,15 @@ from spectrain.data.row_store import RowStore
 from spectrain.decoding.generate import generate
 from spectrain.heads.base import load_head
 from spectrain.target import capture
+from spectrain.target.features import FeatureStore
 from spectrain.target.model import Target, load_target
 from spectrain.training import loop
 
 regenerate = importlib.import_module("spectrain.cli.regenerate")  # the package has a command of this name
 Cli = Callable[..., Result]
 SPY = """
-import os, runpy, sys
+import os, sys
+from spectrain.cli import app
 
 log = os.open(f"writes-{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -35,7 +37,12 @@ def hook(event, args):
         os.write(log, f"{event} {args[0]}\\n".encode())
 
 sys.addaudithook(hook)
-runpy.run_module("spectrain", run_name="__main__")
+for command in sys.argv[1:]:  # the last one fails
+    try:
+        app(command.split())
+    except SystemExit as end:
+        if end.code:
+            raise
 """
 
 
@@ -200,30 +207,65 @@ def test_report_is_told_otherwise_the_second_time(evaluated: Path, cli: Cli) -> 
 
 
 @pytest.fixture(scope="session")
-def two_ranks(project: Path, start: Callable[..., tuple[int, str, str]]) -> tuple[Path, str]:
-    """The folder of a run on two processes, and what it printed."""
+def two_ranks(project: Path, trained: Path, start: Callable[..., tuple[int, str, str]]) -> tuple[Path, str, str]:
+    """The folder of a run on two processes, and what was printed there, by a second run with one copy of the target for both, by a
+    capture with one copy, and by a command that fails on the main process alone."""
     (project / "spy.py").write_text(SPY)
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
-    command = ["spy.py", "train", "recipes/tiny.yaml", "--fresh-answers", "--out", "runs/two"]
-    code, out, err = start(*launch, "--dynamo_backend", "no", "--main_process_port", 0, *command)
-    assert code == 0, out + err
-    return project / "runs/two", out
+    shared = ["--set", "target.placement=fsdp2"]
+    commands = [
+        ["train", "recipes/tiny.yaml", "--fresh-answers", "--out", "runs/two"],
+        ["train", "recipes/tiny.yaml", "--out", "runs/two-shared", f"--set=data.rows={trained}/rows", *shared],
+        ["capture", f"{trained}/rows", "--target", "target", "--head-config", "recipes/tiny.yaml", "--out", "runs/two-captured", *shared],
+        ["train", "recipes/tiny.yaml", "--out", "runs/two-failed"],
+    ]
+    lines = [" ".join(command) for command in commands]
+    code, out, err = start(*launch, "--dynamo_backend", "no", "--main_process_port", 0, "spy.py", *lines)
+    assert code == 1, out + err
+    return project / "runs/two", out, err
 
 
-def test_every_process_writes(project: Path, two_ranks: tuple[Path, str]) -> None:
-    folder, out = two_ranks
-    assert out.count("best measured tau") == 1 and out.count(" supervised: at most ") == 1
+def test_every_process_writes(project: Path, two_ranks: tuple[Path, str, str]) -> None:
+    folder, out, err = two_ranks
+    assert out.count("best measured tau") == 2 and out.count(" supervised: at most ") == 3, out + err
     written = [line.split(maxsplit=1)[1] for line in (project / "writes-1.txt").read_text().splitlines()]
-    assert [path for path in written if "runs/two/states" not in path] == []  # the states are captured together
+    ours = ("runs/two/states", "runs/two-shared/states", "runs/two-captured")
+    assert [path for path in written if not any(part in path or path in part for part in ours)] == []  # captured together
     assert "training/checkpoints/step-" in (project / "writes-0.txt").read_text()
     kinds = [json.loads(line)["kind"] for line in (folder / "training/metrics.jsonl").read_text().splitlines()]
     assert kinds.count("measured") == 2 and kinds.count("step") == 2
     assert len((folder / "answers.jsonl").read_text().splitlines()) == 11
 
 
-def test_two_processes_train_another_head(project: Path, trained: Path, two_ranks: tuple[Path, str], cli: Cli) -> None:
+def test_target_that_is_shared_trains_another_head(project: Path, trained: Path, two_ranks: tuple[Path, str, str]) -> None:
+    """On the same rows: weights up to rounding, the same figures, and the same store, whoever captures it."""
+    folder, shared = two_ranks[0], project / "runs/two-shared"
+    for name in ("head", "last"):
+        both, one = (load_file(f / name / "model.safetensors") for f in (shared, folder))
+        for key, tensor in one.items():
+            torch.testing.assert_close(both[key], tensor, atol=2e-5, rtol=1e-3)
+    lines = [(f / "training/metrics.jsonl").read_text().splitlines() for f in (folder, shared)]
+    taus = [[p["measured_tau"] for p in map(json.loads, found) if p["kind"] == "measured"] for found in lines]
+    assert taus[0] == taus[1] and len(taus[0]) == 2
+    rows = RowStore(trained / "rows")
+    stores = [FeatureStore(where, rows) for where in (trained / "states", shared / "states", project / "runs/two-captured")]
+    for i in range(len(rows)):
+        for other in stores[1:]:
+            torch.testing.assert_close(other[i].states.float(), stores[0][i].states.float(), atol=0.05, rtol=0.02)
+
+
+def test_error_of_the_main_process_is_lost(two_ranks: tuple[Path, str, str]) -> None:
+    """No rows and no answers: the launcher ends both at once, and its own report, the last that is seen, closes with the reason."""
+    _, out, err = two_ranks
+    reason = "error: no answers at "
+    assert reason in err and reason in err[err.rindex("Root Cause") :], out + err
+    assert "let the target answer: add --fresh-answers" in err[err.rindex("Root Cause") :]
+    assert "gloo" not in err[err.rindex("Root Cause") :] and err.count("Traceback (most recent call last):\n  File \"/") <= 2
+
+
+def test_two_processes_train_another_head(project: Path, trained: Path, two_ranks: tuple[Path, str, str], cli: Cli) -> None:
     """DI1, LS2: two processes with a batch each are one process with two batches; the last step has a batch for one of them only."""
-    folder, _ = two_ranks
+    folder = two_ranks[0]
     alone = project / "runs/accumulated"
     shutil.copytree(trained / "states", alone / "states")
     shutil.copy(trained / "answers.jsonl", alone)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spectrain.data.order import Order, Plan, Planner, Sizes, check_lines, row_shares, sizes
+from spectrain.data.order import Order, Plan, Planner, Sizes, check_lines, dealt, row_shares, sizes
 from spectrain.data.rows import Row
 
 LENGTHS = np.array([(7 * i) % 50 + 5 for i in range(101)])
@@ -114,6 +114,35 @@ def test_batch_is_lost_or_doubled_when_the_processes_change() -> None:
             taken += batches
         state = order.state
     assert taken == whole and order.take(5) == ([], False) and order.steps_left(4) == 0
+
+
+@pytest.mark.parametrize("packing", [None, 100])
+@pytest.mark.parametrize(("world", "accumulation"), [(2, 1), (2, 3), (8, 1)])
+def test_processes_wait_for_the_one_with_most_work(world: int, accumulation: int, packing: int | None) -> None:
+    """A step keeps its lines; its longest share of work shrinks, no batch grows beyond the largest, and one process has its batches."""
+    order = Order(planner(packing=packing, per_batch=240).plan, 2)
+    waits, before = 0, 0
+    for _ in range(order.steps_left(world * accumulation)):
+        batches, _ = order.take(world * accumulation)
+        batches += [[]] * (world * accumulation - len(batches))
+        parts = dealt(batches, SIZES, world)
+        assert dealt(batches, SIZES, 1) == batches and len(parts) == len(batches)
+        assert sorted(line for part in parts for line in part) == sorted(line for lines in batches for line in lines)
+        padded, was = (max(len(b) * max(LENGTHS[line].sum() for line in b) for b in some if b) for some in (parts, batches))
+        assert padded <= was
+        shares = ([[i for b in some[r::world] for line in b for i in line] for r in range(world)] for some in (parts, batches))
+        found, earlier = (max(WEIGHTS[share].sum() for share in of_all) for of_all in shares)
+        waits, before = waits + found, before + earlier
+    assert waits < before, (waits, before)
+
+
+def test_line_that_fits_nowhere_is_dealt() -> None:
+    """Many short lines, and a long one whose batch they would widen: all stays as it was."""
+    some = Sizes(np.array([10, 10, 9, 9]), np.array([1, 1, 9, 9]), np.zeros(4, int), ("a",))
+    batches = [[[0], [1]], [[2], [3]]]
+    assert sorted(map(sorted, dealt(batches, some, 2))) == [[[0], [2]], [[1], [3]]]
+    wide = replace(some, length_N=np.array([30, 9, 9, 9]))
+    assert dealt([[[0]], [[1], [2], [3]]], wide, 2) == [[[0]], [[1], [2], [3]]]
 
 
 @pytest.mark.parametrize(
