@@ -23,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import DistributedDataParallelKwargs
 from safetensors.torch import load_file, save_file
 from training import ANSWERS, LAYERS, VOCABULARY, WARM, chosen  # beside this file
 
@@ -43,6 +44,7 @@ from spectrain.target.features import FeatureStore
 from spectrain.target.model import Target, load_target
 from spectrain.training import loop
 from spectrain.training.setup import made_with, new_head, open_accelerator
+from spectrain.training.sharding import Weights
 from spectrain.training.tracking import Progress
 
 ARMS = ("one", "ddp", "apart", "fsdp2")
@@ -74,10 +76,14 @@ class Clock(Progress):
         Clock.steps.append((time.perf_counter(), float(counts.rows_K[0]), counts.means()["loss"][0], wait_seconds))
 
 
-def _kept_apart(model: torch.nn.Module, accelerator: Accelerator, *, now: bool) -> AbstractContextManager[Any]:
+class Apart(Weights):
     """In place of the loop's own: the update comes at the end of a window, the gradients stay in their process."""
-    accelerator.gradient_state._set_sync_gradients(now)
-    return accelerator.no_sync(model)
+
+    @contextmanager
+    def exchange(self, *, now: bool) -> Iterator[None]:
+        self._accelerator.gradient_state._set_sync_gradients(now)
+        with self._accelerator.no_sync(self.model):
+            yield
 
 
 def child(job: dict[str, Any]) -> None:
@@ -95,7 +101,7 @@ def child(job: dict[str, Any]) -> None:
         accelerator.ddp_handler = DistributedDataParallelKwargs(**job["ddp"])
     loop.Progress = Clock  # type: ignore[misc]
     if job["arm"] == "apart":
-        loop._exchange = _kept_apart
+        loop.Weights = Apart  # type: ignore[misc]
     loop.train(
         load_head(folder / "head").requires_grad_(True), FeatureStore(folder / "states", rows), config, embed_VW=embed_VW,
         output_VW=embed_VW, out=out / "training", accelerator=accelerator, save=lambda *_: None,
@@ -135,6 +141,8 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "last loss": {arm: rounds[-1]["loss"] for arm, rounds in found.items()},
     }  # fmt: skip
     if "apart" in rate:
+        if told["last loss"]["apart"] == told["last loss"].get("ddp"):
+            raise ValueError("apart ended with the loss of ddp: it did not leave out the exchange")
         told["share of a step in exchange that is not hidden"] = {
             arm: 1 - rate[arm] / rate["apart"] for arm in rate if arm not in ("one", "apart")
         }
@@ -173,7 +181,8 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             found[arm].append(one)
             told = f"{one['rate']:7.1f} supervised tokens/s, waiting {one['waiting']:.1%}, load before {one['load before']:.1f}"
             print(f"round {n + 1}: {arm:6} {told}", flush=True)
-    return {**about, "date": time.strftime("%Y-%m-%d"), "goal": GOAL, "job": job, "inputs": inputs, **summary(found), "rounds": found}
+    asked = {name: value for name, value in job.items() if name != "folder"}
+    return {**about, "date": time.strftime("%Y-%m-%d"), "goal": GOAL, "job": asked, "inputs": inputs, **summary(found), "rounds": found}
 
 
 def main() -> None:
