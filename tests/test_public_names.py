@@ -12,7 +12,7 @@ NAMES = {
     "Coins", "accept", "acceptance", "optimal_acceptance", "greedy_audit", "measure_costs", "Costs", "encode_chat", "encode_turns",
     "draft_vocabulary", "align", "expected_tokens", "expected_tau", "speedup",
 }  # fmt: skip
-COMMANDS = {"quickstart", "prepare", "regenerate", "capture", "plan", "train", "generate", "evaluate", "report", "export"}
+COMMANDS = {"quickstart", "prepare", "regenerate", "capture", "plan", "train", "generate", "evaluate", "report", "export", "import"}
 
 
 def python(code: str) -> str:

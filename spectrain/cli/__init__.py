@@ -3,8 +3,10 @@
 import errno
 import functools
 import json
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +22,10 @@ Placement = Annotated[
 TpSize = Annotated[int | None, typer.Option(min=1, help="Processes that share a copy of the target, with --placement tp (default: all).")]
 Bits = Annotated[Literal["8bit", "4bit"] | None, typer.Option("--quantization", help="Of the target's linear layers.")]
 
+NOISE = {  # what libraries say wherever there is no GPU, by logger; DeepSpeed's goes to stdout, into what --json prints
+    "DeepSpeed": "Setting accelerator to CPU", "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+}  # fmt: skip
+
 
 def main() -> None:
     """Entry point of `spectrain` and `python -m spectrain`."""
@@ -27,7 +33,14 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():  # as our own bars do
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for logger, start in NOISE.items():
+        logging.getLogger(logger).addFilter(functools.partial(_other_than, start))
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of how DeepSpeed calls torch, at each place
     app()
+
+
+def _other_than(start: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(start)
 
 
 def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,11 +299,26 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder with a report.jso
 @guarded
 def export(
     head: Annotated[Path, typer.Argument(help="Head directory.")],
-    to: Annotated[str, typer.Option(help="eagle3 or vllm (one folder), or sglang; merged: the target with its adapter.")],
+    to: Annotated[str, typer.Option(help="vllm, sglang; the original layout: eagle3, eagle, medusa; merged: the target with its adapter.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    target: Annotated[str | None, typer.Option(help="The head's target; needed for heads of another width than it.")] = None,
+    target: Annotated[str | None, typer.Option(help="The head's target; needed for EAGLE-1 heads and those of another width.")] = None,
 ) -> None:
     """Write a head for a serving engine and print the command that serves it."""
     from spectrain.cli.train import export as run
 
     run(head, to, out, target)
+
+
+@app.command("import")
+@guarded
+def import_(
+    folder: Annotated[Path, typer.Argument(help="Folder of a Medusa, EAGLE-1 or EAGLE-3 head, of an engine or another trainer.")],
+    target: Annotated[str, typer.Option(help="The head's target: Hub name, folder or .gguf file.")],
+    out: Annotated[Path, typer.Option(help="Head directory to write.")],
+    layer_id: Annotated[list[int] | None, typer.Option(help="States that an EAGLE-3 head fuses, where its folder does not say.")] = None,
+    dtype: str = "float32",
+) -> None:
+    """Write another program's head as a head directory, to measure it, train it further or export it."""
+    from spectrain.cli.start import import_head
+
+    import_head(folder, target, out, layer_ids=layer_id, dtype=dtype, say=print)

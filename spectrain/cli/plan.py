@@ -84,7 +84,7 @@ def _check_placement(case: Case) -> None:
     t, split = case.target, case.split
     if t.quantization and case.placement != "rank":
         found = f"target.quantization {t.quantization} and placement {case.placement}: a quantised target stands whole on every device"
-        raise ValueError(f"{found}; leave one of them out: --set target.quantization=null, or --set target.placement=rank")
+        raise ValueError(f"{found}; leave one of them out: --set target.quantization=null, or --placement rank")
     if case.gpus % split or t.kv_heads % split:
         found = f"placement tp over {split} devices; {case.gpus} devices and the {t.kv_heads} key heads of {t.name} are to be multiples"
         raise ValueError(f"{found} of that; choose another number: --set target.tp_size=N")

@@ -18,11 +18,13 @@ from spectrain.cli.trees import check_place, read_tree, write_tree
 from spectrain.config import EvaluationConfig, Recipe, Suite, load_config, override, validate
 from spectrain.evaluation.processes import open_processes
 from spectrain.evaluation.render import write_report
-from spectrain.export.engines import FORMATS, export_head, needs_embedding, serve_command
+from spectrain.export.engines import FORMATS, export_head, needs_target, serve_command
 from spectrain.heads.base import check_head, load_head
 from spectrain.target.model import Target, load_target
 from spectrain.training.setup import made_with, open_accelerator
 from spectrain.training.watch import Watch
+
+DRAFTS = 4  # a round, in the command that serves a head without a number of its own
 
 
 def train(path: Path, *, out: Path | None, fresh_answers: bool, overrides: list[str]) -> None:
@@ -42,7 +44,8 @@ def train(path: Path, *, out: Path | None, fresh_answers: bool, overrides: list[
         watch.at("preparing the training", brisk=False)
         result, _ = stages.run_training(recipe, target, data, store, out, accelerator, console.print, start=start, watch=watch)
     best = "" if result.best is None else f", best measured tau {result.best:.3f}"
-    console.print(f"{result.steps} steps{best}; head: {out}/head")
+    cut = "" if result.steps == result.total else f" of {result.total} (training.max_minutes are up; with more the same command goes on)"
+    console.print(f"{result.steps} steps{cut}{best}; head: {out}/head")
 
 
 def _check_placement(recipe: Recipe, fresh_answers: bool) -> None:
@@ -167,22 +170,24 @@ def show_report(folder: Path) -> None:
 
 def export(head: Path, to: str, out: Path, target: str | None) -> None:
     """Write a head for an engine and print how to serve it, or (`merged`) the target with the adapter that was trained with the head.
-    target: where the target is, for heads whose folder needs its embedding, and for those with an adapter."""
-    embed_VW = None
+    target: where the target is, for heads whose folder needs rows of it, and for those with an adapter."""
+    rows: dict[str, Any] = {}
     check_no_run(head)
     if to == MERGED:
         print(f"wrote {write_merged(head, target, out)}")
         return
     if to in FORMATS and (head / "made_with.json").is_file():  # a missing head and an unknown format are told by the export itself
         check_merged(head, target)
-    if to in FORMATS and needs_embedding(head):
+    if to in FORMATS and needs_target(head):
         if target is None:
-            raise ValueError(f"{head} is of another width than its target, whose embedding goes into the folder: add --target NAME")
+            raise ValueError(f"{head} takes rows of its target in an engine, which are checked or go into the folder: add --target NAME")
         model = load_target(target)
         check_head(load_head(head), model.fingerprints, model.name, model.tokenizer)
-        embed_VW = model.embedding_VW
-    folder = export_head(head, to, out, embed_VW=embed_VW)
+        rows = {"embed_VW": model.embedding_VW, "output_VW": model.output_VW}
+    folder = export_head(head, to, out, **rows)
     made = json.loads((head / "made_with.json").read_text())
-    engine = "sglang" if to == "sglang" else "vllm"
     served = made["target"] if target is None or "adapter_sha256" not in made else target
-    print(f"wrote {folder}\n{serve_command(folder, served, engine=engine, num_speculative_tokens=4)}")
+    engine = "sglang" if to in ("sglang", "eagle") else "vllm"
+    print(f"wrote {folder}\n{serve_command(folder, served, engine=engine, num_speculative_tokens=load_head(head).max_depth or DRAFTS)}")
+    if note := json.loads((folder / "config.json").read_text())["spectrain"].get("note"):
+        print(note)

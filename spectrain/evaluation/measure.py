@@ -148,11 +148,15 @@ def _row_of(r: StepRecord) -> list[Any]:
 def suite_prompts(suite: Suite, target: Target, root: Path) -> dict[str, list[Prompt]]:
     """The suite's prompts by domain: first turns that fit, chosen by a hash of id and seed.
 
-    ValueError if a domain has too few, or if two prompts have one id: records are found by it.
+    ValueError if a domain has no file or too few, or if two prompts have one id: records are found by it.
     """
     chosen: dict[str, list[Prompt]] = {}
     for domain, number in suite.prompts.items():
-        fits = [p for p in read_prompts(root / suite.folder / f"{domain}.jsonl") if len(target.encode(p.chat)) <= suite.max_prompt_tokens]
+        file = root / suite.folder / f"{domain}.jsonl"
+        if not file.is_file():
+            found = f"suite {suite.name} names the domain {domain}, and there is no {file}"
+            raise ValueError(f"{found}; its folder {suite.folder} is looked for in {root}, two folders above that of the suite")
+        fits = [p for p in read_prompts(file) if len(target.encode(p.chat)) <= suite.max_prompt_tokens]
         if len(fits) < suite.skip + number:
             after = f" after the first {suite.skip}" if suite.skip else ""
             raise ValueError(

@@ -6,15 +6,13 @@ Legend: H width of the head, V target vocabulary, D draft vocabulary. Layer numb
 import importlib
 import json
 import shlex
-import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from spectrain.export.folder import FORMAT, MADE_WITH, TOKEN_MAP, cast, check_destination, read_made_with, write_folder
 from spectrain.export.layout import (
     CONFIG,
     COPIED,
@@ -29,62 +27,85 @@ from spectrain.export.layout import (
     head_shapes,
     read_json,
     read_tensors,
+    rope_spellings,
 )
 from spectrain.heads.base import vocabulary_hash
 
-MADE_WITH = "made_with.json"
-FORMAT = 1  # of the head directory read and of the `spectrain` block written
-
-FORMATS: dict[str, str] = {
-    "eagle3": "spectrain.export.engines:export_eagle3",
-    "vllm": "spectrain.export.engines:export_eagle3",
-    "sglang": "spectrain.export.engines:export_sglang",
+FORMATS: dict[str, dict[str, str]] = {  # by the kind of the head
+    "eagle3": {"eagle3": "spectrain.export.engines:export_eagle3"},
+    "vllm": {
+        "eagle3": "spectrain.export.engines:export_eagle3",
+        "medusa": "spectrain.export.medusa:export_vllm",
+        "eagle": "spectrain.export.eagle1:export_vllm",
+    },
+    "sglang": {"eagle3": "spectrain.export.engines:export_sglang", "eagle": "spectrain.export.eagle1:export_sglang"},
+    "medusa": {"medusa": "spectrain.export.medusa:export_original"},
+    "eagle": {"eagle": "spectrain.export.eagle1:export_original"},
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
+HYDRA = (
+    "no engine reads Hydra heads, and the folders of their original code norm the prefix state once more, which these heads do not: draft "
+    "with it in spectrain generate, or train a head of another kind for an engine"
+)
 WHOLE = (*SIZES, "num_hidden_layers", "target_layers")  # positive whole numbers
 CONFIG_KEYS = {"head", "format", "rope_parameters", "layer_ids", "target_layers", *COPIED}
-MADE_WITH_KEYS = ("target", "target_revision", "tokenizer_sha256", "template_sha256", "vocabulary_sha256", "versions")
 
 
-def export_head(head_dir: Path, to: str, out: Path, *, dtype: str | None = None, embed_VW: Tensor | None = None) -> Path:
-    """Writes the head in `head_dir` to `out` in the format named `to`, one of FORMATS. ValueError for an unknown one."""
+def export_head(
+    head_dir: Path, to: str, out: Path, *, dtype: str | None = None, embed_VW: Tensor | None = None, output_VW: Tensor | None = None
+) -> Path:
+    """Writes the head in `head_dir` to `out` in the format named `to`, one of FORMATS; returns `out`.
+
+    dtype: "float32", "bfloat16" or "float16" of every weight; None keeps what the head was saved in. embed_VW, output_VW: the target's
+    embedding and output rows, where `needs_target` says so. ValueError for an unknown format, or one that has no place for such a head.
+    """
     if to not in FORMATS:
         raise ValueError(f"export format {to!r} is unknown; choose one of {', '.join(FORMATS)}")
-    module, function = FORMATS[to].split(":")
-    path: Path = getattr(importlib.import_module(module), function)(head_dir, out, dtype=dtype, embed_VW=embed_VW)
+    kind = _kind(head_dir)
+    if kind not in FORMATS[to]:
+        others = [name for name, kinds in FORMATS.items() if kind in kinds]
+        way_out = f"export it to {' or '.join(others)}" if others else HYDRA if kind == "hydra" else "train one of another kind"
+        raise ValueError(f"{head_dir} holds a head of kind {kind!r}, which the format {to} has no place for; {way_out}")
+    module, function = FORMATS[to][kind].split(":")
+    rows = {"eagle3": {"embed_VW": embed_VW}, "eagle": {"embed_VW": embed_VW, "output_VW": output_VW}}.get(kind, {})
+    path: Path = getattr(importlib.import_module(module), function)(Path(head_dir), out, dtype=dtype, **rows)
     return path
 
 
-def needs_embedding(head_dir: Path) -> bool:
-    """Whether `export_head` must be given the target's embedding: where the head is of another width than the target."""
-    config, _ = _read_head(Path(head_dir))
+def needs_target(head_dir: Path) -> bool:
+    """Whether `export_head` must be given the target's embedding and output rows: for EAGLE-1 heads, whose output layer an engine takes
+    from the target, and for those of another width than the target."""
+    if (kind := _kind(head_dir)) != "eagle3":
+        return kind == "eagle"
+    config = _read_head(Path(head_dir))
     return bool(config["hidden_size"] != config["target_hidden_size"])
+
+
+def _kind(head_dir: Path) -> Any:
+    _check_files(Path(head_dir))
+    return read_json(Path(head_dir) / CONFIG).get("head")
 
 
 def export_eagle3(head_dir: Path, out: Path, *, dtype: str | None = None, embed_VW: Tensor | None = None) -> Path:
     """Writes the flat EAGLE-3 folder (config.json, model.safetensors) that vLLM, SGLang and TensorRT-LLM load; returns `out`.
 
-    dtype: "float32", "bfloat16" or "float16" of every weight; None keeps what the head was saved in. embed_VW: the target's embedding;
-    read where `needs_embedding` says so, to write an embedding table of the head's width; else the embedding is the target's and is not
-    written. The folder appears whole or not at all, and replaces an earlier export. ValueError for a head that is incomplete,
-    inconsistent or of another kind, and for an `out` that holds something else. Heads: EAGLE-3, arXiv 2503.01840.
+    dtype: see `export_head`. embed_VW: the target's embedding; read where `needs_target` says so, to write an embedding table of the head's
+    width; else the embedding is the target's and is not written. The folder appears whole or not at all, and replaces an earlier export.
+    ValueError for a head that is incomplete, inconsistent or of another kind, and for an `out` that holds something else. Heads: EAGLE-3,
+    arXiv 2503.01840.
     """
-    head_dir, destination = Path(head_dir), Path(out).resolve()
-    config, made_with = _read_head(head_dir)
-    if missing := [key for key in MADE_WITH_KEYS if key not in made_with]:
-        raise ValueError(f"{head_dir / MADE_WITH} lacks {', '.join(missing)}, which tie a head to its target; train the head again")
-    _check_destination(destination)
+    head_dir = Path(head_dir)
+    config, made_with = _read_head(head_dir), read_made_with(head_dir)
+    destination = check_destination(out)
     tensors = read_tensors(head_dir / WEIGHTS)
     _check_shapes(tensors, config, head_dir)
     _check_vocabulary(tensors, config["vocab_size"], made_with["vocabulary_sha256"], head_dir)
     if PROJECTION in tensors:
         tensors[EMBEDDING] = _own_embedding(tensors.pop(PROJECTION), embed_VW, config, head_dir)
-    tensors, dtype = _cast(tensors, dtype, head_dir)
+    tensors, dtype = cast(tensors, dtype, head_dir)
     if config["draft_vocab_size"] == config["vocab_size"]:
         # A full head needs no map, and vLLM refuses a `d2t` that it has no parameter for.
         tensors = {name: tensor for name, tensor in tensors.items() if name not in TABLES}
-    _write(destination, flat_config(config, made_with, dtype), flat_names(tensors, config["num_hidden_layers"]))
+    write_folder(destination, flat_config(config, made_with, dtype), flat_names(tensors, config["num_hidden_layers"]))
     return out
 
 
@@ -94,7 +115,7 @@ def export_sglang(head_dir: Path, out: Path, *, dtype: str | None = None, embed_
     SGLang skips options and tensors that it does not know without a word. Its EAGLE-3 layer adds the feature without its norm to the
     stream, has no norm over all fused states together, and takes the target's own embedding whatever the folder holds.
     """
-    config, _ = _read_head(Path(head_dir))
+    config = _read_head(Path(head_dir))
     unknown = [flag for flag in ("norm_before_residual", "norm_before_fc") if config[flag]]
     if config["hidden_size"] != config["target_hidden_size"]:
         unknown.append(f"hidden_size {config['hidden_size']} beside target_hidden_size {config['target_hidden_size']}")
@@ -120,7 +141,7 @@ def flat_config(config: dict[str, Any], made_with: dict[str, Any], dtype: str) -
         "dtype": dtype,
         "num_hidden_layers": config["num_hidden_layers"],
         **{key: config[key] for key in COPIED},
-        **_rope(config["rope_parameters"]),
+        **rope_spellings(config["rope_parameters"]),
         "attention_bias": False,
         "mlp_bias": False,
         "bias": False,
@@ -150,24 +171,30 @@ def flat_config(config: dict[str, Any], made_with: dict[str, Any], dtype: str) -
 def serve_command(out: Path, target: str, *, engine: str = "vllm", num_speculative_tokens: int) -> str:
     """The shell command that serves `target` with the head exported to `out`, drafting a chain of `num_speculative_tokens` a round.
 
-    engine: "vllm" or "sglang". ValueError for another engine or less than one token.
+    engine: "vllm" or "sglang". ValueError for another engine, less than one token, or more than a Medusa head has heads.
     """
     if num_speculative_tokens < 1:
         raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}; an engine drafts at least 1 token a round")
+    config = read_json(out / CONFIG) if (out / CONFIG).is_file() else {}
+    kind = config.get("spectrain", {}).get("head", "eagle3")
+    if kind == "medusa" and num_speculative_tokens > (heads := config.get("num_heads") or config["medusa_num_heads"]):
+        raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}, {out} has {heads} heads; an engine runs as many at most")
     if engine == "vllm":
-        speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": num_speculative_tokens}
+        speculation = {"method": kind, "model": str(out), "num_speculative_tokens": num_speculative_tokens}
         return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculation)])
     if engine == "sglang":
         chain = {
             "model-path": target,
-            "speculative-algorithm": "EAGLE3",  # plain EAGLE would skip fc
+            "speculative-algorithm": kind.upper(),  # for an EAGLE-3 head plain EAGLE would skip fc
             "speculative-draft-model-path": str(out),
             "speculative-num-steps": num_speculative_tokens,
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": num_speculative_tokens + 1,  # counts the token in hand
         }
-        if window := read_json(out / CONFIG).get("sliding_window") if (out / CONFIG).is_file() else None:
+        if window := config.get("sliding_window"):
             chain["speculative-draft-window-size"] = window - 1  # keys before the own one; no key of the config is read
+        if (out / TOKEN_MAP).is_file():
+            chain["speculative-token-map"] = str(out / TOKEN_MAP)
         arguments = [part for key, value in chain.items() for part in (f"--{key}", str(value))]
         return shlex.join(["python", "-m", "sglang.launch_server", *arguments])
     raise ValueError(f"engine {engine!r} is unknown; choose vllm or sglang")
@@ -180,26 +207,20 @@ def _window(config: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": config["sliding_window"], "layer_types": ["sliding_attention"] * config["num_hidden_layers"]}
 
 
-def _rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings in the spelling of transformers 5 and in the older one."""
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return {
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
-        "rope_parameters": dict(rope),
-    }
+def _read_head(head_dir: Path) -> dict[str, Any]:
+    """config.json with every variant filled in, of a head that the flat format can express."""
+    _check_files(head_dir)
+    config = VARIANTS | read_json(head_dir / CONFIG)
+    _check_config(config, head_dir)
+    return config
 
 
-def _read_head(head_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json with every variant filled in, and made_with.json, of a head that the flat format can express."""
+def _check_files(head_dir: Path) -> None:
     if missing := [name for name in (CONFIG, WEIGHTS, MADE_WITH) if not (head_dir / name).is_file()]:
         raise ValueError(
             f"{head_dir} lacks {', '.join(missing)}; a head directory with {CONFIG}, {WEIGHTS} and {MADE_WITH} was needed: give the "
             "folder of a finished training"
         )
-    config, made_with = VARIANTS | read_json(head_dir / CONFIG), read_json(head_dir / MADE_WITH)
-    _check_config(config, head_dir)
-    return config, made_with
 
 
 def _check_config(config: dict[str, Any], head_dir: Path) -> None:
@@ -317,78 +338,3 @@ def _check_vocabulary(tensors: dict[str, Tensor], vocab_size: int, trained: str,
             f"{where}: the draft vocabulary has hash {found[:12]}…, needed {trained[:12]}… of {MADE_WITH}; export the folder as training "
             "saved it"
         )
-
-
-def _cast(tensors: dict[str, Tensor], dtype: str | None, head_dir: Path) -> tuple[dict[str, Tensor], str]:
-    """Brings every weight to one dtype and refuses values that are not finite, before or after. Returns the dtype's name too."""
-    names = {value: key for key, value in DTYPES.items()}
-    weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype not in (torch.int64, torch.bool)}
-    found = {tensor.dtype for tensor in weights.values()}
-    if not found <= names.keys() or (dtype is None and len(found) > 1):
-        raise ValueError(
-            f"{head_dir / WEIGHTS} holds weights in {', '.join(sorted(map(str, found)))}, needed one of {', '.join(DTYPES)}; "
-            "save the head in one of them, or choose one with dtype= where they are mixed"
-        )
-    dtype = dtype or names[found.pop()]
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-    cast = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
-    for name, tensor in weights.items():
-        before, after = (int((~torch.isfinite(values)).sum()) for values in (tensor, cast[name]))
-        if after:
-            raise ValueError(
-                f"{head_dir / WEIGHTS}: {name} holds {before} NaN or infinite values, {after} as {dtype}, needed none; "
-                + ("export an earlier checkpoint" if before else "choose another dtype, such as bfloat16")
-            )
-    return {**tensors, **cast}, dtype
-
-
-def _check_destination(out: Path) -> None:
-    """Refuses a folder whose replacement would delete anything but an earlier export."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise ValueError(f"{out} is a file, a folder was needed; choose another --out")
-    names = {path.name for path in out.iterdir()}
-    foreign = sorted(names - {CONFIG, WEIGHTS})
-    if names and (foreign or not _is_export(out)):
-        raise ValueError(
-            f"{out} holds {', '.join(foreign or sorted(names))}, needed an empty folder or an earlier export (which is replaced); "
-            "choose another --out or move those files away"
-        )
-
-
-def _is_export(out: Path) -> bool:
-    try:
-        return "spectrain" in read_json(out / CONFIG)
-    except (OSError, ValueError):
-        return False
-
-
-def _write(out: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Writes both files to a new sibling of `out`, then gives it the name; an error leaves `out` as it was."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    new = out.parent / f".{out.name}-{uuid.uuid4().hex}"
-    new.mkdir()
-    try:
-        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        shutil.copymode(new / CONFIG, new / WEIGHTS)  # safetensors writes files that only their owner, so maybe not the server, can read
-        _swap(new, out)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-
-
-def _swap(new: Path, out: Path) -> None:
-    if not out.exists():
-        new.rename(out)
-        return
-    old = new.with_name(f"{new.name}-old")
-    out.rename(old)
-    try:
-        new.rename(out)
-    except OSError:
-        old.rename(out)
-        raise
-    shutil.rmtree(old)

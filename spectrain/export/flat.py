@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from spectrain.config import validate
+from spectrain.export.folder import OURS
 from spectrain.export.foreign import head_names, put_embedding, put_vocabulary, read_folder
 from spectrain.export.layout import FLAGS, head_shapes
 from spectrain.heads.base import check_vocabulary, head_class, vocabulary_hash
 
 Notation = Literal["hs", "output"]
-OURS = ("format", "head", "hs_layer_ids", "target_layers", "embedding")  # of the `spectrain` block; the rest says how the head was made
 MEASURED = (
     "fc.weight", "norm.weight", "lm_head.weight", "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight",
     "midlayer.mlp.gate_proj.weight",
@@ -76,11 +76,20 @@ def read_flat(
     ours = config.get("spectrain", {})
     if ours.get("target_layers", target_layers) != target_layers:
         raise ValueError(f"{folder} was trained for a target of {ours['target_layers']} layers, not {target_layers}; load that target")
-    fields = _sizes(values, tensors, embed_VW, vocab_size, folder)
+    wide = values.get("target_hidden_size") or (embed_VW.shape[1] if embed_VW is not None else tensors["norm.weight"].shape[0])
+    if embed_VW is not None and embed_VW.shape[1] != wide:
+        raise ValueError(f"{folder} is for a target of width {wide}, this one is {embed_VW.shape[1]} wide; load that target")
+    vocab_size = vocab_size or (len(tensors["t2d"]) if "t2d" in tensors else values.get("vocab_size"))
+    if not vocab_size:
+        raise ValueError(f"{folder}/config.json does not say vocab_size, the ids of the target; give it (vocab_size)")
+    fields = {
+        **layer_sizes(values, tensors, "midlayer", folder), "target_hidden_size": wide, "vocab_size": vocab_size,
+        "draft_vocab_size": tensors["lm_head.weight"].shape[0],
+    }  # fmt: skip
     fields["num_hidden_layers"] = _layers(values, tensors, notes)
     fields |= _flags(values, tensors, config, notes) | _known(flags or {})
-    fields["sliding_window"] = _window(values, fields["num_hidden_layers"], folder, notes)
-    fields["rope_parameters"] = _rope(values, folder, notes)
+    fields["sliding_window"] = window_of(values, fields["num_hidden_layers"], folder, notes)
+    fields["rope_parameters"] = rope_of(values, folder, notes)
     fused = tensors["fc.weight"].shape[1] / fields["target_hidden_size"]
     fields["layer_ids"] = _layer_ids(config, fused, target_layers, layer_ids, notation, folder, notes)
     fields["target_layers"] = target_layers
@@ -94,36 +103,26 @@ def read_flat(
     return FlatHead(fields, tensors, tuple(notes), made_with)
 
 
-def _sizes(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], embed_VW: Tensor | None, vocab_size: int | None, where: Path
-) -> dict[str, Any]:  # fmt: skip
-    """Sizes from the tensors; from the config only what they leave open."""
-    queries, keys = (tensors[f"midlayer.self_attn.{name}_proj.weight"].shape[0] for name in "qk")
-    width, heads, head_dim = tensors["norm.weight"].shape[0], values.get("num_attention_heads"), values.get("head_dim")
+def layer_sizes(values: Mapping[str, Any], tensors: Mapping[str, Tensor], first: str, where: Path) -> dict[str, Any]:
+    """Sizes of decoder layers from the tensors of the one called `first`; from the config (`values`) only what they leave open."""
+    queries, keys = (tensors[f"{first}.self_attn.{name}_proj.weight"].shape[0] for name in "qk")
+    inner, width = tensors[f"{first}.mlp.gate_proj.weight"].shape
+    heads, head_dim = values.get("num_attention_heads"), values.get("head_dim")
     if not heads and not head_dim:
         raise ValueError(f"{where}/config.json says neither num_attention_heads nor head_dim; add the one of the head")
     head_dim = head_dim or queries // int(heads or 1)
     if queries % head_dim or keys % head_dim or (heads and heads * head_dim != queries):
         found = f"num_attention_heads {heads} and head_dim {head_dim} for {queries} rows of q_proj and {keys} of k_proj"
         raise ValueError(f"{where}/config.json has {found}; correct the config")
-    wide = values.get("target_hidden_size") or (embed_VW.shape[1] if embed_VW is not None else width)
-    if embed_VW is not None and embed_VW.shape[1] != wide:
-        raise ValueError(f"{where} is for a target of width {wide}, this one is {embed_VW.shape[1]} wide; load that target")
-    vocab_size = vocab_size or (len(tensors["t2d"]) if "t2d" in tensors else values.get("vocab_size"))
-    if not vocab_size:
-        raise ValueError(f"{where}/config.json does not say vocab_size, the ids of the target; give it (vocab_size)")
     return {
         "hidden_size": width,
-        "target_hidden_size": wide,
-        "intermediate_size": tensors["midlayer.mlp.gate_proj.weight"].shape[0],
+        "intermediate_size": inner,
         "num_attention_heads": queries // head_dim,
         "num_key_value_heads": keys // head_dim,
         "head_dim": head_dim,
         "hidden_act": values.get("hidden_act", "silu"),
         "rms_norm_eps": values.get("rms_norm_eps", NORM_EPS),
         "max_position_embeddings": values.get("max_position_embeddings", POSITIONS),
-        "vocab_size": vocab_size,
-        "draft_vocab_size": tensors["lm_head.weight"].shape[0],
     }
 
 
@@ -165,7 +164,7 @@ def _known(flags: Mapping[str, bool]) -> dict[str, bool]:
     return dict(flags)
 
 
-def _window(values: Mapping[str, Any], layers: int, where: Path, notes: list[str]) -> int | None:
+def window_of(values: Mapping[str, Any], layers: int, where: Path, notes: list[str]) -> int | None:
     """Keys that a query sees, its own among them; engines look at the kind of each layer first."""
     window, kinds = values.get("sliding_window"), set((values.get("layer_types") or ["full_attention"])[:layers])
     if kinds == {"sliding_attention"} and isinstance(window, int):
@@ -177,7 +176,7 @@ def _window(values: Mapping[str, Any], layers: int, where: Path, notes: list[str
     return None
 
 
-def _rope(values: Mapping[str, Any], where: Path, notes: list[str]) -> dict[str, Any]:
+def rope_of(values: Mapping[str, Any], where: Path, notes: list[str]) -> dict[str, Any]:
     """Rotary settings in today's spelling. A missing base is what training used: 10,000, whatever the target has."""
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     older = rope.pop("type", "default")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spectrain.export.folder import MEDUSA_PICKLED, MEDUSA_WEIGHTS
 from spectrain.export.layout import CONFIG, EMBEDDING, PROJECTION, WEIGHTS, read_json, read_tensors
 
 INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin"
@@ -37,8 +38,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and every tensor, as they are. ValueError for a folder that holds no head, or one of another family."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is no flat EAGLE-3 folder: {CONFIG} is missing; give the folder that an engine would be given")
-    config, tensors = read_json(folder / CONFIG), _weights(folder)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if not COPIES.search(name)}
+    config, tensors = open_folder(folder)
     kind = config.get("speculators_model_type", "eagle3")
     found = next((family for family, sign in FAMILIES if any(re.search(sign, name) for name in (*config, *tensors))), None)
     if kind != "eagle3" or found:
@@ -48,23 +48,31 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
+def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json (empty where there is none) and the tensors of any head, without copies of the target's own."""
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    return config, {name.removeprefix("model."): tensor for name, tensor in _weights(folder).items() if not COPIES.search(name)}
+
+
 def _weights(folder: Path) -> dict[str, Tensor]:
-    if (folder / WEIGHTS).is_file():
-        return read_tensors(folder / WEIGHTS)
+    for name in (WEIGHTS, MEDUSA_WEIGHTS):
+        if (folder / name).is_file():
+            return read_tensors(folder / name)
     if (folder / INDEX).is_file():
         files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         if missing := [file for file in files if not (folder / file).is_file()]:
             raise ValueError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; download the whole folder")
         return {name: tensor for file in files for name, tensor in read_tensors(folder / file).items()}
-    if not (folder / PICKLED).is_file():
+    pickled = next((folder / name for name in (PICKLED, MEDUSA_PICKLED) if (folder / name).is_file()), None)
+    if pickled is None:
         raise ValueError(f"{folder} holds neither {WEIGHTS}, {INDEX} nor {PICKLED}; download the whole folder")
     try:
-        found = torch.load(folder / PICKLED, map_location="cpu", weights_only=True)
+        found = torch.load(pickled, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         # torch's own message advises to run whatever the file holds
-        raise ValueError(f"{folder / PICKLED} holds more than plain tensors, or is damaged; convert it to {WEIGHTS} first") from error
+        raise ValueError(f"{pickled} holds more than plain tensors, or is damaged; convert it to {WEIGHTS} first") from error
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError(f"{folder / PICKLED} holds more than named tensors; convert it to {WEIGHTS} first")
+        raise ValueError(f"{pickled} holds more than named tensors; convert it to {WEIGHTS} first")
     return found
 
 
@@ -159,11 +167,16 @@ def put_embedding(tensors: dict[str, Tensor], embed_VW: Tensor | None, wide: int
     if width != wide:
         tensors[PROJECTION] = _projection(own, embed_VW, where)
         notes.append(f"{PROJECTION} is computed back from {EMBEDDING}")
-    elif not all(torch.allclose(a.float(), b.float(), rtol=ROUNDED, atol=1e-6) for a, b in _pieces(own, embed_VW)):
+    elif not same_rows(own, embed_VW):
         raise ValueError(
             f"{where}: {EMBEDDING} is not the target's, so it was trained or is of another target; heads here share the target's "
             "embedding: start from a head that does, or train one"
         )
+
+
+def same_rows(own_XW: Tensor, its_XW: Tensor) -> bool:
+    """Whether two tables differ by no more than rounding to 16 bits does."""
+    return all(torch.allclose(a.float(), b.float(), rtol=ROUNDED, atol=1e-6) for a, b in _pieces(own_XW, its_XW))
 
 
 def _pieces(*tables: Tensor) -> Any:

@@ -47,6 +47,16 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} cannot be read as safetensors ({error}); save or download the head again") from error
 
 
+def rope_spellings(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings in the spelling of transformers 5 and in the older one."""
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rope_parameters": dict(rope),
+    }
+
+
 def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of an EAGLE-3 head of this config (`VARIANTS` included) by its name in the head, with its shape."""
     width, wide = config["hidden_size"], config["target_hidden_size"]

@@ -17,6 +17,7 @@ from spectrain.target.states import LastState
 FORMAT = 2
 NAME = "manifest.json"
 NOTES = ("target", "target_revision", "rows_any_order", "prepared")  # kept to be read, not compared: the others decide
+CAUSES = ("quantization", "adapter_sha256")  # missing where there is none; they change layers too, and say more than a hash of these
 
 
 def _any_order(rows: Sequence[Row]) -> str:
@@ -65,7 +66,7 @@ def write_manifest(folder: Folder, manifest: Mapping[str, Any]) -> None:
 
 def check_manifest(folder: Folder, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """ValueError that names the first field in which the store differs from what is wanted."""
-    differing = [key for key in wanted if key not in NOTES and found.get(key) != wanted[key]]
+    differing = [key for key in (*CAUSES, *wanted) if key not in NOTES and found.get(key) != wanted.get(key)]
     revisions = found.get("target_revision"), wanted.get("target_revision")
     if None not in revisions and revisions[0] != revisions[1]:
         differing.insert(0, "target_revision")
@@ -83,16 +84,17 @@ def check_rows(folder: Folder, found: Mapping[str, Any], rows: Sequence[Row]) ->
 
 def check_target(folder: Folder, found: Mapping[str, Any], target: Target) -> None:
     """ValueError unless a store was made by this target: same tokenizer, template and embedding, same revision where both are known."""
-    wanted = {"target_revision": target.revision, "quantization": target.quantization, **target.fingerprints}
+    wanted = {"target_revision": target.revision, **target.fingerprints}
     unknown = None in (found.get("target_revision"), target.revision)
-    differing = [key for key in wanted if found.get(key) != wanted[key] and not (key == "target_revision" and unknown)]
+    keys = [key for key in (*CAUSES, *wanted) if not (key == "target_revision" and unknown)]
+    differing = [key for key in keys if found.get(key) != wanted.get(key)]
     if differing:
         told = f"{_one(differing[0], found, wanted)}; capture into a new folder"
         raise ValueError(f"{folder.name} was captured from another target ({found.get('target')}, now {target.name}): {told}")
 
 
 def _one(key: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    return f"{key} = {found.get(key)!r}, needed {wanted[key]!r}"
+    return f"{key} = {found.get(key)!r}, needed {wanted.get(key)!r}"
 
 
 def rows_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

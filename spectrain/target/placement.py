@@ -166,7 +166,7 @@ def open_placement(
         (adapter is not None, f"an adapter was to be merged ({adapter})", "merge it into a folder first, and load that"),
         (torch.device(device).type != there, f"device {device} was asked for", f"leave it out: the processes of this machine use {there}"),
         (kind == "zero3" and find_spec("deepspeed") is None, "DeepSpeed is missing", "pip install 'spectrain[deepspeed]', or take fsdp2"),
-        (world < 2, "this is one process", "start several: accelerate launch --num_processes N -m spectrain …, or torchrun"),
+        (world < 2, "this is one process", "start several: torchrun --nproc_per_node N -m spectrain …, or accelerate launch"),
     ):  # fmt: skip
         if wrong:
             raise ValueError(f"placement {kind} spreads a target over several processes, and {found}; {way_out}")
@@ -183,12 +183,15 @@ def loading(placement: Placement, name: str, dtype: torch.dtype, **where: Any) -
     """Arguments of `from_pretrained` that spread a model while it is loaded; to be closed with `finish`.
 
     A head that is trained by DeepSpeed would have transformers spread the target, too: only zero3 shows it a DeepSpeed config here.
-    Raises ValueError for a model that cannot be split as asked for.
+    Raises ValueError for a model that cannot be split as asked for, and for a launch that would leave it empty.
     """
     from transformers import AutoConfig
-    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+    from transformers.integrations import HfDeepSpeedConfig, is_fsdp_enabled, unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
+    if is_fsdp_enabled():  # its default, with which transformers loads weights in the first process alone
+        found = "accelerate was launched with FSDP and fsdp_cpu_ram_efficient_loading, which leaves a frozen target empty on all processes"
+        raise ValueError(f"{found} but the first; set fsdp_cpu_ram_efficient_loading: false in the launch file, or launch without FSDP")
     if not placement.sharded:
         yield {}
         return

@@ -79,11 +79,15 @@ class Checkpoints:
         return None, []
 
     def save(self, place: Mapping[str, Any]) -> None:
-        """Write the state after place["step"] steps, then let go of the oldest. To be called on every process; the main one writes."""
+        """Write the state after place["step"] steps, then let go of the oldest. To be called on every process; the main one writes, and
+        the others wait: a launcher ends it when one of them has stopped."""
         rng = gather_object([random_states()])
         states = {name: part.state_dict() for name, part in self._parts.items()}  # spread over processes, they are gathered by all of them
-        if not self._accelerator.is_main_process:
-            return
+        if self._accelerator.is_main_process:
+            self._write(place, states, rng)
+        self._accelerator.wait_for_everyone()
+
+    def _write(self, place: Mapping[str, Any], states: Mapping[str, Any], rng: list[Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step-{place['step']}.pt"
         content = {"identity": self._identity, "states": states, "random": rng, **{key: place[key] for key in PLACE}}

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ MOST_IDLE = 30  # steps in a row without an update; the scale of float16 takes u
 
 @dataclass
 class TrainResult:
-    """steps done, the best measured tau (None when nothing was measured), the history of measured points, rows an epoch draws by
+    """steps done of `total`, the best measured tau (None when nothing was measured), the history of measured points, rows an epoch draws by
     domain, how often a sample was left out because its states were not finite, and how many of the last steps in a row updated nothing."""
 
     steps: int = 0
@@ -50,6 +50,7 @@ class TrainResult:
     rows: dict[str, int] = field(default_factory=dict)
     skipped: int = 0
     idle: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ def _resume(
     before, the steps in all change, and the learning rate keeps its place in the data."""
     notes = [_rows_note(shares)]
     if saved is None:
-        return TrainResult(rows=shares), fresh, 0.0, notes
+        return TrainResult(rows=shares, total=fresh.last), fresh, 0.0, notes
     step, pace, window = saved["step"], Pace(**saved["pace"]), fresh.window
     result = TrainResult(step, saved["best"], saved["history"], shares, saved["skipped"], saved["idle"])
     order.go_to(saved["order"])
@@ -252,7 +253,7 @@ def _resume(
         new = pace.changed(window, step=step, left=order.steps_left(window, config.steps and config.steps - step))
         notes.append(f"step {step}: now {window} batches a step instead of {pace.window}, {new.last} steps in all instead of {pace.last}")
         pace = new
-    return result, pace, saved["seconds"], notes
+    return replace(result, total=pace.last), pace, saved["seconds"], notes
 
 
 def _place(result: TrainResult, order: Order, pace: Pace, measured: Counts, seconds: float) -> dict[str, Any]:

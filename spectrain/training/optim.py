@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim.swa_utils import AveragedModel
 
 from spectrain.config import TrainingConfig
@@ -65,6 +66,8 @@ def make_optimizer(head: nn.Module, config: TrainingConfig, adapter: Sequence[Te
         if some
     ] + ([{"params": list(adapter), "weight_decay": 0.0, "rate": ADAPTER_RATE}] if adapter else [])
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True) if groups else None
+    if adamw is not None and adapter:  # what is made of the target's weights is made anew by their versions, which a fused step leaves
+        adamw.register_step_post_hook(lambda *_: increment_version(adapter))
     if not inner:
         assert adamw is not None
         return adamw

@@ -58,6 +58,19 @@ def test_head_of_an_adapted_target_is_taken_for_the_bare_targets(
     alone = cli(*generate, "--head", out / "head")
     assert alone.exit_code == 1 and "an adapter of its target, and " in alone.stderr and "target is without it" in alone.stderr
     (out / "head/moved").rename(out / "head/adapter")
+    _, other = run("adapted", "target.adapter=null")
+    assert other.exit_code == 1 and f"is a store with adapter_sha256 = {made['adapter_sha256']!r}, needed None" in other.stderr
+
+
+@pytest.mark.slow
+def test_libraries_talk_into_what_a_command_prints(
+    project: Path, adapter: Path, run: Callable[..., tuple[Path, Result]], start: Callable[..., tuple[int, str, str]]
+) -> None:
+    """peft brings bitsandbytes along, saving a model DeepSpeed, and both speak of the missing GPU."""
+    out, result = run("talk", f"target.adapter={adapter}")
+    assert result.exit_code == 0, result.output
+    export = ("export", out / "head", "--to", "merged", "--target", project / "target", "--out", out / "merged")
+    assert start("-m", "spectrain", *export) == (0, f"wrote {out / 'merged'}\n", "")
 
 
 def test_merged_target_cannot_be_served_or_trained_on(

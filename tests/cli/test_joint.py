@@ -12,11 +12,12 @@ from click.testing import Result
 from spectrain.cli.joint import JointProbe
 from spectrain.cli.probe import Probe
 from spectrain.cli.wiring import as_drafter
-from spectrain.config import LoraConfig, ShapeConfig
+from spectrain.config import LoraConfig, ShapeConfig, TrainingConfig
 from spectrain.data.rows import Row
 from spectrain.target.adapter import law_change
 from spectrain.target.model import Target, load_target
 from spectrain.training.joint import Backbone
+from spectrain.training.optim import make_optimizer
 
 SHAPES = ShapeConfig(chain=3, tree_top_k=4, tree_depth=4, tree_budget=12)
 SMALL = [f"--set={key}" for key in ("speed_max_new_tokens=8", "speed_prompts=1", "batch_size=4", "shapes.chain=3")]
@@ -88,7 +89,7 @@ def test_head_is_exported_for_a_target_that_it_does_not_fit(project: Path, joint
     again = cli("export", out / "head", "--to", "merged", "--target", project / "target", "--out", out / "merged")
     assert again.exit_code == 1 and "is there already" in again.stderr
     result = cli("export", out / "head", "--to", "vllm", "--out", out / "export", "--target", out / "merged")
-    assert result.exit_code == 1 and "together with an adapter" not in result.stderr  # Medusa has no such format, but the target is right
+    assert result.exit_code == 0 and (out / "export/model.safetensors").is_file(), result.output
 
 
 def test_answers_of_another_target_are_kept(target: Target, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +103,10 @@ def test_answers_of_another_target_are_kept(target: Target, make_head: Callable[
     first = joint(head)
     assert first == {**Probe(target, rows, SHAPES, as_drafter)(head), "target_kl": 0.0, "target_agreement": 1.0}
     assert joint.change() is joint.change() and joint.change()["rows"] == "24 rows that were kept out" and joint.change()["tokens"] == 72
-    with torch.no_grad():
-        for p in backbone.weights:
-            p.add_(0.3)
+    optimizer = make_optimizer(head, TrainingConfig(lr=0.3), list(backbone.weights))
+    for p in backbone.weights:
+        p.grad = -torch.ones_like(p)
+    optimizer.step()  # as in training, whose fused step leaves the weights' versions as they were
     second = joint(head)
     counted = law_change(target, backbone.target, held_out[::3])
     assert second["target_kl"] == counted.kl_nats / 72 > 0.1 and second["target_agreement"] == counted.agree / 72 < 1

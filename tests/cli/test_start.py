@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from spectrain.cli.quickstart import quickstart
 from spectrain.cli.start import open_start
 from spectrain.config import HeadConfig, Recipe, TrainingConfig
-from spectrain.heads.base import HEADS, save_head
-from spectrain.training.setup import new_head
+from spectrain.export.engines import export_head
+from spectrain.heads.base import HEADS, load_head, save_head
+from spectrain.target.model import load_target
+from spectrain.training.setup import made_with, new_head
 
 Cli = Callable[..., Any]
 
@@ -95,6 +97,47 @@ def test_run_given_for_its_head_is_no_head(cli: Cli, project: Path, trained: Pat
 def test_export_tells_the_command_of_another_engine(cli: Cli, trained: Path, tmp_path: Path, engine: str, starts: str) -> None:
     told = cli("export", trained / "head", "--to", engine, "--out", tmp_path / "x").stdout
     assert told.splitlines()[1].startswith(starts)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
+def test_import_of_an_export_is_another_head(cli: Cli, project: Path, trained: Path, tmp_path: Path, kind: str) -> None:
+    head_dir, options = trained / "head", ("--target", project / "target")
+    if kind != "eagle3":
+        target, head_dir = load_target(project / "target"), tmp_path / "head"
+        config = HeadConfig(kind=kind, num_heads=2, draft_vocab_size=50, output="frozen")
+        head = new_head(config, target, [], seed=0, counts_V=torch.arange(target.vocab_size))
+        save_head(head, head_dir, run_yaml="", made_with=made_with(target, {}))
+    missing = cli("export", head_dir, "--to", "vllm", "--out", tmp_path / "out")
+    assert (missing.exit_code, "add --target NAME" in missing.stderr) == ((1, True) if kind == "eagle" else (0, False))
+    told = cli("export", head_dir, "--to", "vllm", "--out", tmp_path / "out", *options).stdout.splitlines()
+    drafts = {"medusa": 2, "eagle": 4, "eagle3": 4}[kind]
+    assert f'"method": "{kind}"' in told[1] and f'"num_speculative_tokens": {drafts}' in told[1]
+    assert ("drafts all of them" in told[-1]) == (kind == "eagle")
+    done = cli("import", tmp_path / "out", "--out", tmp_path / "back", *options)
+    assert done.exit_code == 0 and done.stdout.endswith(f"wrote {tmp_path / 'back'}\n"), done.output
+    before, after = load_head(head_dir), load_head(tmp_path / "back")
+    assert after.config == before.config and after.made_with.items() >= before.made_with.items()
+    assert all(torch.equal(t, after.state_dict()[n]) for n, t in before.state_dict().items())
+    for folder, out, message in (
+        (tmp_path / "back", tmp_path / "new", "is a head directory; train, evaluate and export take it as it is"),
+        (tmp_path / "out", tmp_path / "back", "is there already; choose another --out"),
+        (tmp_path / "none", tmp_path / "new", "no folder"),
+    ):
+        assert message in cli("import", folder, "--out", out, *options).stderr
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_start_from_a_folder_of_an_engine_is_another_head(make_target, tmp_path: Path, kind: str) -> None:
+    target, told = make_target(), []
+    config = HeadConfig(kind=kind, num_heads=3, draft_vocab_size=50, output="frozen")
+    head = new_head(config, target, [], seed=0, counts_V=torch.arange(100))
+    save_head(head, tmp_path / "head", run_yaml="", made_with=made_with(target, {}))
+    out = export_head(tmp_path / "head", "vllm", tmp_path / "out", embed_VW=target.embedding_VW, output_VW=target.output_VW)
+    values = {"name": "x", "target": {"name": "tiny"}, "data": {"rows": "rows"}, "training": {"ttt_steps": 3 if kind == "medusa" else 1}}
+    heads = {"num_heads": 3} if kind == "medusa" else {}
+    found, start = open_start(Recipe(**values, head={"kind": kind, "start": str(out), **heads}), target, told.append)
+    again = new_head(found.head, target, [], seed=1, start=start)
+    assert all(torch.equal(t, again.state_dict()[n]) for n, t in head.state_dict().items()) and not told
 
 
 def test_quickstart_leaves_the_start_out(tmp_path: Path, project: Path) -> None:

@@ -1,7 +1,7 @@
 """Runs in the engine's own interpreter: greedy answers of a target in vLLM, alone and with exported heads, and what it accepted of them.
 
 usage: draft_in_engine.py JOB.json OUT.json
-JOB: {"target": folder, "heads": [folder, ...], "prompts": [[ids], ...], "depth": drafts a round, "new": tokens an answer}
+JOB: {"target": folder, "heads": [speculative config, ...], "prompts": [[ids], ...], "new": tokens an answer}
 OUT: {"plain": [[ids], ...], "heads": [{"answers": [[ids], ...], "rounds": int, "accepted": [by position]}, ...]}
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     found: dict[str, Any] = {"plain": answer(job, None)[0], "heads": []}
     for head in job["heads"]:
-        answers, counters = answer(job, {"method": "eagle3", "model": head, "num_speculative_tokens": job["depth"]})
+        answers, counters = answer(job, head)
         accepted = [int(n) for n in counters["vllm:spec_decode_num_accepted_tokens_per_pos"]]
         found["heads"].append({"answers": answers, "rounds": int(counters["vllm:spec_decode_num_drafts"]), "accepted": accepted})
     Path(sys.argv[2]).write_text(json.dumps(found))

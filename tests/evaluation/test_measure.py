@@ -316,7 +316,7 @@ def test_fewer_prompts_than_wanted_are_taken(target: Target, tmp_path: Path) -> 
     """RB1."""
     with pytest.raises(ValueError, match="suite s wants 13 a prompts of at most 12 tokens, 12 fit"):
         suite_prompts(suite(tmp_path, {"a": 13}, {"a": ROWS}), target, tmp_path)
-    with pytest.raises(ValueError, match=r"no file .*b\.jsonl"):
+    with pytest.raises(ValueError, match=r"the domain b, and there is no .*b\.jsonl; its folder .* is looked for in .*, two folders above"):
         suite_prompts(suite(tmp_path, {"a": 1, "b": 1}, {"a": ROWS}), target, tmp_path)
 
 

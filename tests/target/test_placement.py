@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GptOssConfig, GptOssForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from spectrain.config import LoraConfig
@@ -156,7 +157,7 @@ def test_next_target_is_spread_like_the_first(both: Spread) -> None:
     ("asked", "message"),
     [
         ({"placement": "pp"}, "placement 'pp' is unknown; choose one of rank, fsdp2, tp, zero3"),
-        ({"placement": "fsdp2"}, "placement fsdp2 .* this is one process; start several: accelerate launch --num_processes N"),
+        ({"placement": "fsdp2"}, "placement fsdp2 .* this is one process; start several: torchrun --nproc_per_node N"),
         ({"placement": "fsdp2", "tp_size": 2}, "tp_size 2 belongs to placement tp, found placement fsdp2"),
         ({"placement": "tp", "adapter": "runs/x"}, r"an adapter was to be merged \(runs/x\); merge it into a folder first"),
         ({"placement": "fsdp2", "device": "meta"}, "device meta was asked for; leave it out"),
@@ -212,6 +213,21 @@ def test_weights_of_two_dtypes_are_made_one() -> None:
 
     with pytest.raises(ValueError, match="Odd keeps router in float32 beside bfloat16; choose placement fsdp2 or dtype float32"):
         finish(Placement("zero3"), Odd(), torch.bfloat16)
+
+
+def test_launch_leaves_the_target_empty(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate launch --use_fsdp` without a file, which has transformers load weights in the first process alone; one process serves."""
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "true")
+    assert load_target(tmp_path).vocab_size == 100  # processes that know nothing of each other load all
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="leaves a frozen target empty on .* set fsdp_cpu_ram_efficient_loading: false"):
+            load_target(tmp_path)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_error_in_a_section_waits_for_the_others() -> None:

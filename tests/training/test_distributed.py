@@ -53,6 +53,7 @@ def test_processes_train_otherwise_than_one(tmp_path: Path, world: int) -> None:
 def test_signal_to_one_process_leaves_the_other_waiting(tmp_path: Path) -> None:
     stopped = launch(tmp_path / "two", 2, "1", "2")  # two batches a step: sample 2 of a process is its step 2
     assert [record["stopped"] for record in stopped] == ["stopped after step 2 of 12"] * 2
+    assert [record["kept"] for record in stopped] == [True] * 2  # a launcher ends the one that writes when another one has stopped
     saved = torch.load(tmp_path / "two/checkpoints/step-2.pt", weights_only=True)
     assert saved["step"] == 2 and saved["order"] == {"epoch": 0, "batches": 4} and saved["pace"]["window"] == 2
     states = [own["torch"] for own in saved["random"]]

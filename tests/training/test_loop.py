@@ -287,10 +287,11 @@ def test_time_limit_ends_the_run_for_good(target: Target, samples: Samples, tmp_
         return head, run(head, samples, target, tmp_path / out, some, save=lambda head, name: saved.append(name))
 
     result = go(1e-9)[1]
-    assert result.steps == 1 and saved == ["best", "last"] and len(result.history) == 1
+    assert (result.steps, result.total) == (1, 4) and saved == ["best", "last"] and len(result.history) == 1
     assert checkpoint(tmp_path / "timed")["step"] == 1
     capsys.readouterr()
-    assert go(1e-9)[1].steps == 1 and saved == ["best", "last"]
+    again = go(1e-9)[1]
+    assert (again.steps, again.total) == (1, 4) and saved == ["best", "last"]
     told = capsys.readouterr().out
     assert "stands at step 1 of 4 and has had 0.0 of its 1e-09 minutes; to go on: --set training.max_minutes=" in told
     head, result = go(None)

@@ -8,6 +8,8 @@ import os
 import runpy
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from spectrain.config import HeadConfig, TrainingConfig
 from spectrain.data.batches import Sample
 from spectrain.kernels import tree_attention
 from spectrain.target.model import Target
-from spectrain.training import loop
+from spectrain.training import checkpoint, loop
 from spectrain.training.setup import new_head
 
 BY_HAND = runpy.run_path(str(Path(__file__).with_name("by_hand.py")))
@@ -66,6 +68,11 @@ def main(folder: Path, accumulation: int, stop_after: int) -> None:
     head = new_head(HeadConfig(layer_ids=(1, 2), draft_vocab_size=100, init_layer="random"), target, samples.rows, seed=0)
     settings = TrainingConfig(epochs=4, tokens_per_step=1, accumulation=accumulation, lr=5e-3, ema=0.9)
     saved: list[str] = []
+    write_whole = checkpoint.write_whole
+
+    def slow(path: Path, write: Callable[..., Any]) -> None:
+        time.sleep(1)
+        write_whole(path, write)
 
     def save(head: Any, name: str) -> None:
         saved.append(name)
@@ -79,6 +86,7 @@ def main(folder: Path, accumulation: int, stop_after: int) -> None:
         report(self, **told)
 
     loop.Progress.step = step  # type: ignore[method-assign]
+    checkpoint.write_whole = slow if stop_after else write_whole
     try:
         result = loop.train(
             head, samples, settings, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=folder, accelerator=accelerator,
@@ -86,9 +94,9 @@ def main(folder: Path, accumulation: int, stop_after: int) -> None:
         )  # fmt: skip
         record |= {"steps": result.steps, "losses": [point["loss"] for point in result.history]}
     except KeyboardInterrupt as stopped:
-        record |= {"stopped": str(stopped)}
+        record |= {"stopped": str(stopped), "kept": (folder / "checkpoints/latest").exists()}
     finally:
-        loop.Progress.step = report  # type: ignore[method-assign]
+        loop.Progress.step, checkpoint.write_whole = report, write_whole  # type: ignore[method-assign]
     torch.save(head.state_dict(), folder / f"weights-{rank}.pt")
     (folder / f"record-{rank}.json").write_text(json.dumps({**record, "saved": saved}))
 
