@@ -15,7 +15,7 @@ from spectrain.export.folder import FORMAT, MEDUSA_PICKLED, MEDUSA_WEIGHTS, buil
 from spectrain.heads.base import LAST
 from spectrain.target.model import Target
 
-MAP = "token_map"  # target ids of the draft vocabulary, by vLLM's name
+MAP = "token_map"  # target ids of the draft vocabulary
 BLOCK = re.compile(r"(?:blocks\.(\d+)\.layers|(\d+))\.(\d+)\.(?:linear\.)?(weight|bias)")  # head, block, parameter: vLLM's, original
 OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight|(\d+)\.\d+\.weight")
 
@@ -23,8 +23,9 @@ OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight|(\d+)\.\d+\.weight")
 def export_vllm(head_dir: Path, out: Path, *, dtype: str | None = None) -> Path:
     """Writes the folder that vLLM loads with the method medusa; returns `out`. dtype, errors: `export_head`.
 
-    vLLM cuts the vocabulary (`token_map`) only where all heads share one output layer (`original_lm_head`). Output layers of their own are
-    written over the whole vocabulary (`whole_rows`); their token_map is there for an import, vLLM passes it over.
+    Rows are written for the whole vocabulary (`whole_rows`): vLLM's own cut of it (`truncated_vocab_size` below vocab_size) takes no output
+    layers of the heads' own, and 0.32 does not load it at all ("token_map not initialized"). The token_map here is for an import; vLLM
+    passes it over.
     """
     head, tensors, made_with = open_head(head_dir)
     destination = check_destination(out)
@@ -34,14 +35,12 @@ def export_vllm(head_dir: Path, out: Path, *, dtype: str | None = None) -> Path:
         layer, number, *rest = name.split(".")
         if layer == "heads":
             named[f"blocks.{number}.layers.{rest[0]}.{rest[-1]}"] = tensor
-        elif c.shared_output:
-            named["lm_head.weight"] = tensor
         else:
-            named[f"lm_heads.{number}.weight"] = whole_rows(tensor, head.target_ids, c.vocab_size)
+            output = "lm_head.weight" if c.shared_output else f"lm_heads.{number}.weight"
+            named[output] = whole_rows(tensor, head.target_ids, c.vocab_size)
     config = {
         "architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": c.num_heads, "num_hidden_layers": c.num_layers,
-        "original_lm_head": c.shared_output, "truncated_vocab_size": c.draft_vocab_size if c.shared_output else c.vocab_size,
-        **_described(head, made_with, dtype),
+        "original_lm_head": c.shared_output, "truncated_vocab_size": c.vocab_size, **_described(head, made_with, dtype),
     }  # fmt: skip
     write_folder(destination, config, named | _map(head))
     return out

@@ -6,7 +6,7 @@ logits far apart: five engines in one process are started for it in a minute or 
 
 import copy
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,15 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_core(all_cores: None) -> Iterator[None]:
+    """On tensors this small, threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def tiny(make_target: Callable[..., Target], tmp_path_factory: pytest.TempPathFactory) -> Target:
     """Attention heads of 32, the smallest that vLLM has."""
@@ -100,6 +109,8 @@ def heads(tiny: Target, prompts: list[list[int]]) -> dict[str, Any]:
             for key, parameter in head.named_parameters():
                 if key.endswith("linear.bias"):
                     parameter.copy_(torch.randn_like(parameter))
+                if key.startswith("layers.1.") and key.endswith(("o_proj.weight", "down_proj.weight")):
+                    parameter.mul_(20)  # it starts faint, and would hardly be missed
         found[name] = train_a_moment(tiny, head, prompts, plain, passes=PASSES)
     return found
 

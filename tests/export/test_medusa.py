@@ -80,8 +80,8 @@ def by_vllm(folder: Path, states_LW: Tensor) -> list[Tensor]:
             bias = parts[-1]
             name = f"blocks.{parts[0]}.layers.{parts[1]}.{bias}" if "linear" in parts else f"lm_heads.{parts[0]}.weight"
         weights[name] = tensor
-    token_map = weights.pop("token_map", None) if cut < V else None
-    assert cut == V or token_map is not None
+    assert cut == V  # else it makes a parameter of token_map, which its own check then misses in the file
+    weights.pop("token_map", None)
     found = []
     for k in range(config["num_heads"]):
         x_LW = states_LW
@@ -91,11 +91,8 @@ def by_vllm(folder: Path, states_LW: Tensor) -> list[Tensor]:
                 y_LW = y_LW + weights[f"blocks.{k}.layers.{j}.bias"]
             x_LW = x_LW + silu(y_LW)
         rows = weights["lm_head.weight" if config.get("original_lm_head") else f"lm_heads.{k}.weight"]
-        assert len(rows) == (cut if config.get("original_lm_head") else V)  # else the engine refuses the tensor
-        logits_LX = x_LW @ rows.T
-        if token_map is not None:
-            logits_LX = torch.full((len(x_LW), V), -torch.inf).index_copy_(1, token_map, logits_LX)
-        found.append(logits_LX)
+        assert len(rows) == V  # else the engine refuses the tensor
+        found.append(x_LW @ rows.T)
     return found
 
 
