@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spectrain.decoding.sampling import RandomSource
 from spectrain.decoding.tree import DraftTree, depths
+from spectrain.kernels.divergence import chosen
 
 TYPICAL_EPSILON, TYPICAL_DELTA = 0.09, 0.3  # Medusa's: delta = sqrt(epsilon) (arXiv 2401.10774, section 2.3.1)
 
@@ -52,6 +53,10 @@ def point_mass(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
 
 def follow(choice_BN: Tensor, tree: DraftTree) -> Accepted:
     """Walk from the root: at each node go to the child that equals the choice, stop where there is none."""
+    if chosen("auto", choice_BN.device) == "triton":
+        from spectrain.kernels.walk_triton import walk
+
+        return Accepted(*walk(choice_BN, tree.tokens_BN, tree.parents_BN, tree.num_B))
     return _match(lambda node_B: choice_BN.gather(1, node_B[:, None])[:, 0], tree)
 
 

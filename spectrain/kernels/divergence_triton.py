@@ -110,6 +110,6 @@ def divergence_rows(
         z_NV, log_p_NV, best_N, loss_N if more_N is None else more_N, loss_N, alpha_N, rank_N, lse_N, z_NV.stride(0), log_p_NV.stride(0), V,
         mix.soft_ce, mix.kl, mix.reverse_kl, mix.jsd, mix.tv, mix.lk_alpha, mix.lk_lambda, mix.lk_scale, mix.lk_decay,
         MORE=more_N is not None, LOGS=mix.logs, OVERLAP=mix.overlap, GRADIENT=gradient, BLOCK=min(BLOCK, triton.next_power_of_2(V)),
-        num_warps=8,
+        num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
     return loss_N, alpha_N, rank_N, lse_N

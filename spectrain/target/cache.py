@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spectrain.kernels.path import move_path_
+
 
 class SlabCache:
     """Keys and values of `layers` layers for B rows of up to `max_length` entries.
@@ -125,11 +127,7 @@ class SlabCache:
         The copy is as long as the path, whatever the context.
         """
         if path_BK is not None:
-            row_B1 = torch.arange(len(self.lengths_B), device=self.lengths_B.device)[:, None]
-            source_BK = self.lengths_B[:, None] + path_BK.clamp(min=0)
-            goal_BK = self.lengths_B[:, None] + torch.arange(path_BK.shape[1], device=path_BK.device)
-            # Gathered first, then written: source and goal may overlap.
-            self._slab_XBGSD[:, row_B1, :, goal_BK] = self._slab_XBGSD[:, row_B1, :, source_BK]
+            move_path_(self._slab_XBGSD, self.lengths_B, path_BK)
         self.lengths_B = self.lengths_B + count_B
         self._longest = int(self.lengths_B.max())
         self.staged = 0

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from spectrain.data.identity import fingerprints
 from spectrain.heads.base import LAST
 from spectrain.kernels import tree_attention
+from spectrain.kernels.divergence import Backend
 from spectrain.target.cache import SlabCache, causal_mask
 from spectrain.target.placement import Placement, finish, loading, open_placement
 from spectrain.target.quantised import full_weights, loading_options, quantization_of, settle
@@ -31,7 +32,8 @@ from spectrain.target.quantised import full_weights, loading_options, quantizati
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KINDS = ("full_attention", "sliding_attention")  # kinds of layer, in the names of transformers
 ADAPTER_MARK = "spectrain_adapter_sha256"  # in the config of a model that an adapter was merged into
-Masks = Tensor | dict[str, Tensor] | None  # [B, 1, N, S], one for each kind of layer where there are two; None: all are visible
+# [B, 1, N, S], or packed [B, 1, N, C]; one for each kind of layer where there are two; None: all are visible
+Masks = Tensor | dict[str, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -172,11 +174,18 @@ class Target:
         if cause:
             raise ValueError(_refusal(self.name, type(self.model).__name__, cause))
 
+    @property
+    def packs(self) -> bool:
+        """Whether its attention takes what a node sees in packed form (kernels/tree_attention.py)."""
+        return self.config._attn_implementation == tree_attention.NAMES["triton"]
+
     def masks(self, cache: SlabCache, line_BNM: Tensor) -> Masks:
         """Masks of the N staged nodes of this pass; `line_BNM` marks what each sees of the M staged nodes (itself and its ancestors).
 
         To be called after `cache.stage`. The window is counted in positions along the line. None: one row, one node, no window reached.
         """
+        if self.packs and line_BNM.shape[2] <= tree_attention.MOST_NODES:
+            return self.by_kind(lambda window: tree_attention.packed(cache.lengths_B, line_BNM, window))
         if line_BNM.shape == (1, 1, 1) and self._in_window(cache.get_seq_length()):
             return None
         return self.by_kind(lambda window: cache.visible(line_BNM, window))
@@ -248,12 +257,13 @@ class Target:
         more = {"adapter_sha256": self.adapter, "quantization": self.quantization}
         return found | {key: value for key, value in more.items() if value is not None}
 
-    def encode(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
-        """Token ids of a prompt: ids as they are, a string as plain text, a chat (list of messages) through the template."""
+    def encode(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]", **template: Any) -> list[int]:
+        """Token ids of a prompt: ids as they are, a string as plain text, a chat (list of messages) through the template (whose switches,
+        such as `enable_thinking`, are the keywords)."""
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
         if prompt and isinstance(prompt[0], dict):
-            text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True, **template)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return [int(i) for i in prompt]  # type: ignore[arg-type]
 
@@ -304,12 +314,14 @@ def tap_last(target: Target) -> Iterator[list[Tensor]]:
 def load_target(
     name: str | Path, *, dtype: str = "float32", device: str | None = None, revision: str | None = None,
     adapter: str | Path | None = None, quantization: str | None = None, placement: str = "rank", tp_size: int | None = None,
+    attention: Backend = "auto",
 ) -> Target:  # fmt: skip
     """Load a Hub name, a folder or a `.gguf` file, frozen and in evaluation mode.
 
     adapter: one of the target's, merged into its weights: the folder of a head that was trained together with it, or of peft's.
     quantization: `8bit` or `4bit` for the weights of its linear layers (target/quantised.py). placement, tp_size: how it lies on several
-    processes (target/placement.py), which then load it together. Raises ValueError when a path does not exist, when the model has layers
+    processes (target/placement.py), which then load it together. attention: `triton` for the kernel, `torch` for masks; `auto`: the kernel
+    on CUDA where triton is. Raises ValueError when a path does not exist, when the model has layers
     that cannot be rolled back, when the tokenizer has more ids than the model has rows, when the adapter is another target's, for an
     adapter and quantised weights, or for a placement that cannot be had.
     """
@@ -325,6 +337,7 @@ def load_target(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where: dict[str, Any] = {"revision": revision} if revision else {}
     bits = loading_options(quantization, name=text, dtype=DTYPES[dtype], device=device, adapter=adapter) if quantization else {}
+    way = tree_attention.register(tree_attention.way_of(attention, torch.device(device)))
     place = open_placement(placement, tp_size, name=text, device=device, quantization=quantization, adapter=adapter)
     if text.endswith(".gguf"):
         text, where = str(path.parent), {"gguf_file": path.name}
@@ -332,10 +345,10 @@ def load_target(
     try:
         with loading(place, text, DTYPES[dtype], **where) as spread:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                text, dtype=DTYPES[dtype], attn_implementation=tree_attention.register(), **where, **bits, **spread
+                text, dtype=DTYPES[dtype], attn_implementation=way, **where, **bits, **spread
             )
     except KeyError as error:  # models with a table of attention classes (Falcon, GPT-Neo)
-        if error.args != (tree_attention.NAME,):
+        if error.args != (way,):
             raise
         raise ValueError(_refusal(str(name), "model", "attention of its own making")) from error
     settle(model, quantization, str(name))

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from spectrain.kernels.tree_attention import _for_transformers, attend, attend_reference
+from spectrain.decoding.tree import ancestors
+from spectrain.kernels.tree_attention import _for_transformers, _with_triton, attend, attend_reference, packed, unpacked
+from spectrain.target.cache import SlabCache
 
 
 def inputs(heads: int, groups: int, nodes: int, slots: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -80,3 +82,43 @@ def test_default_scale_is_that_of_the_head_size() -> None:
     o, weights = _for_transformers(torch.nn.Identity(), q, k, v, mask)
     assert weights is None
     torch.testing.assert_close(o, attend_reference(q, k, v, mask, scale=8**-0.5).transpose(1, 2), atol=1e-6, rtol=1e-5)
+
+
+def test_packed_view_is_another_mask() -> None:
+    """By hand: a row of 5 committed slots; root, two children, a child of the second; a window of 3 positions."""
+    line = ancestors(torch.tensor([[-1, 0, 0, 2]]))
+    assert packed(torch.tensor([5]), line).tolist() == [[[[0, 5, 9, 0b1], [0, 5, 9, 0b11], [0, 5, 9, 0b101], [0, 5, 9, 0b1101]]]]
+    assert packed(torch.tensor([5]), line, window=2).tolist() == [[[[4, 5, 9, 0b1], [5, 5, 9, 0b11], [5, 5, 9, 0b101], [5, 5, 9, 0b1100]]]]
+    assert packed(torch.tensor([5]), line, window=3)[0, 0, 3].tolist() == [5, 5, 9, 0b1101]
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 64, 65, 128])
+@pytest.mark.parametrize("window", [None, 1, 5, 60])
+def test_packed_view_shows_other_slots_than_the_mask(nodes: int, window: int | None) -> None:
+    g = torch.Generator().manual_seed(nodes)
+    parents = (torch.rand(3, nodes, generator=g) * torch.arange(nodes)).long()
+    parents[0], parents[:, 0] = torch.arange(-1, nodes - 1), -1
+    line = ancestors(parents)[:, nodes // 3 :]  # the last ones of a tree that is staged in parts
+    slabs = SlabCache(layers=1, rows=3, kv_heads=1, head_dim=1, max_length=200, dtype=torch.float32, device=torch.device("cpu"))
+    slabs.stage(40)
+    slabs.commit(torch.tensor([40, 0, 3]))
+    slabs.stage(nodes)
+    view = packed(slabs.lengths_B, line, window)
+    assert view.shape[3] == (4 if nodes <= 64 else 5)
+    assert torch.equal(unpacked(view, slabs.get_seq_length()), slabs.visible(line, window))
+
+
+def test_packed_view_on_meta_tensors_asks_for_values() -> None:
+    """A host read would raise."""
+    q, k, v = (torch.empty(2, heads, length, 64, device="meta") for heads, length in ((4, 3), (2, 20), (2, 20)))
+    view = packed(torch.empty(2, dtype=torch.long, device="meta"), torch.empty(2, 3, 3, dtype=torch.bool, device="meta"), window=4)
+    o, _ = _with_triton(torch.nn.Identity(), q, k, v, view)
+    assert o.shape == (2, 3, 4, 64)
+
+
+def test_packed_view_of_a_kind_without_a_kernel_is_refused() -> None:
+    """float64 goes the torch way."""
+    q, k, v, _ = (x.double() for x in inputs(4, 2, 3, slots=9))
+    view = packed(torch.tensor([6, 2]), ancestors(torch.tensor([[-1, 0, 0], [-1, 0, 1]])), window=4)
+    o, _ = _with_triton(torch.nn.Identity(), q, k, v, view, scaling=0.3, softcap=2.0)
+    torch.testing.assert_close(o.transpose(1, 2), attend_reference(q, k, v, unpacked(view, 9), scale=0.3, softcap=2.0))
