@@ -11,6 +11,7 @@ import torch
 from spectrain.cli import plan_facts as facts
 from spectrain.config import Recipe, load_config
 from spectrain.heads.losses import piece_size
+from spectrain.planning.answers import in_process
 from spectrain.planning.hours import FILL, Hours, Served, capture, regeneration, served, training
 from spectrain.planning.machines import GiB, Machine, machine
 from spectrain.planning.memory import peak, stages
@@ -69,13 +70,13 @@ def make_plan(
         blocked=device.kind == "cpu" and of_target.bytes_a_weight == 4 and 4 * of_target.weight_bytes < device.memory,
         decode_batch=decode_batch or (recipe.data.answers.batch_size if recipe.data.answers else 64),
         pieces=lambda tokens, vocabulary, steps: piece_size(tokens, draft_vocab=vocabulary, steps=steps, device=kind),
-        tp_size=recipe.target.tp_size, head_sharded=head_sharded and gpus > 1,
+        tp_size=recipe.target.tp_size, head_sharded=head_sharded and gpus > 1, lengths_N2=facts.answer_lengths(store),
     )  # fmt: skip
     _check_placement(case)
     ways, after = ways_to_fit(case)
     by_kinds = {kinds: facts.store_bytes(recipe, head, states=kinds[0], last=kinds[1]) for kinds in STORES}
     stores = {f"{s} states, {last} last state": data.tokens * a + data.supervised * b for (s, last), (a, b) in by_kinds.items()}
-    hours = [regeneration(after), *([] if after.online else [capture(after)]), training(after)]
+    hours = [regeneration(after), in_process(after), *([] if after.online else [capture(after)]), training(after)]
     return Plan(recipe, case, stages(case), ways, after, hours, served(after), stores, facts.unsaid(recipe, config))
 
 

@@ -7,6 +7,7 @@ from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
@@ -16,6 +17,7 @@ from spectrain.config import HeadConfig, Recipe, TrainingConfig
 from spectrain.data.codes import bytes_a_token
 from spectrain.data.order import Planner, row_shares, sizes
 from spectrain.data.row_store import RowStore
+from spectrain.evaluation.price import experts_share
 from spectrain.heads.base import head_class
 from spectrain.planning.sizes import Data, HeadSize, Matrix, TargetSize
 from spectrain.target.capture import ANSWER_BYTES
@@ -72,7 +74,7 @@ def target_size(config: Any, name: str, dtype: str, quantization: str | None = N
     sizes_by_name = {n: p.numel() for n, p in model.named_parameters()}  # shared ones once
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     experts = sum(count for n, count in sizes_by_name.items() if re.search(r"\.experts\.", n) and "shared" not in n)
-    share = _experts_share(c) if experts else 1.0
+    share = experts_share(c) if experts else 1.0
     layers = [count for prefix, count in _by_layer(sizes_by_name).items() if prefix]
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m.weight is not output]
     W, heads = c.hidden_size, c.num_attention_heads
@@ -98,11 +100,6 @@ def _skeleton(config: Any, text: Any, name: str) -> Any:
         raise ValueError(f"{name} is no target: transformers makes no causal model of a {type(config).__name__}; choose another --target")
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(made_of)
-
-
-def _experts_share(c: Any) -> float:
-    of = next((getattr(c, n) for n in ("num_local_experts", "num_experts", "n_routed_experts") if getattr(c, n, None)), None)
-    return float(c.num_experts_per_tok) / of if of and getattr(c, "num_experts_per_tok", None) else 1.0
 
 
 def _by_layer(counts: dict[str, int]) -> dict[str, int]:
@@ -206,6 +203,15 @@ def _of_rows(recipe: Recipe, folder: Path) -> tuple[Data, RowStore]:
     drawn = sum(quota.values()) / max(1, int((found.supervised_N > 0).sum()))
     told, longest = f"{len(store):,} rows of {folder}", int(found.length_N.max())
     return Data(len(store) * drawn, tokens * drawn, supervised * drawn, longest, told, largest, len(plan)), store
+
+
+def answer_lengths(store: RowStore | None) -> Any:
+    """(prompt tokens, answer tokens) [N, 2] of the rows that answer something; of a conversation of several turns as if it had one."""
+    if store is None:
+        return None
+    found = sizes(store)
+    answered_N = found.supervised_N > 0
+    return np.stack([found.length_N - found.supervised_N, found.supervised_N], axis=1)[answered_N]
 
 
 def probe_of(recipe: Recipe, head: HeadSize, store: RowStore | None, longest: int) -> tuple[int, int, int]:

@@ -25,32 +25,52 @@ class Hours:
 
 
 def regeneration(case: Case) -> Hours:
-    """Answers made anew: every pass reads the weights that its rows need and their caches, or is bound by products where B is large."""
+    """Answers made anew by servers, which fill the place of a row that ends: a pass reads the weights that its rows need and their caches,
+    or is bound by products where B is large."""
     t, m, d, B = case.target, case.machine, case.data, case.decode_batch
     answer, prompt = d.supervised / d.rows, max(0.0, d.length - d.supervised / d.rows)
     copies, devices = replicas(case)
     context = prompt + answer / 2
-    inside_all = t.params - t.embedding * (1 if t.tied else 2)
-    touched = 1.0 if t.experts == 1 else 1 - (1 - t.experts) ** B
-    read = t.inside_bytes + (t.embedding + (inside_all - t.inside) * touched) * t.bytes_a_weight
-    by_bytes = (read + B * context * t.kv_bytes) / (m.bandwidth * m.efficiency.decode * devices)
+    by_bytes, by_products = _pass_parts(case, B, context, devices)
+    a_pass = pass_seconds(case, B, context, devices)
     rate = m.rate(t.bytes_a_weight) * m.efficiency.capture * devices
-    one = t.pass_flops(1, 1, context)
-    by_products = B * one / (m.rate(t.bytes_a_weight) * m.efficiency.answers * devices)
-    a_pass = max(by_bytes, by_products)
     prefill = t.pass_flops(prompt, 1, prompt / 2) / rate
     seconds = d.rows * (answer / B * a_pass + prefill) / copies
-    bound = "bandwidth" if by_bytes >= by_products else "products"
+    bound = f"bound by {'bandwidth' if by_bytes >= by_products else 'products'}" if m.kind == "cuda" else "one after the other"
     caches = f"{B} rows × {context:,.0f} tokens × {short(t.kv_bytes)}B"
+    one = short(t.pass_flops(1, 1, context))
+    joined = "or" if m.kind == "cuda" else "and"
     terms = [
-        Term("a pass", a_pass, f"({short(read)}B weights + {caches}) ÷ bandwidth, or {B} × {short(one)} products: bound by {bound}"),
+        Term("a pass", a_pass, f"({short(_read(case, B))}B weights + {caches}) ÷ bandwidth, {joined} {B} × {one} products: {bound}"),
         Term("all answers", d.supervised / B * a_pass / copies, f"{short(d.supervised)} tokens ÷ {B} rows × a pass ÷ {copies} copies"),
         Term("all prompts", d.rows * prefill / copies, f"{short(d.rows)} × {prompt:,.0f} tokens ÷ {copies} copies"),
     ]  # fmt: skip
-    note = f"{copies} copies of the target on {devices} device(s) each, as servers of `regenerate --endpoint` (in process: one)"
+    note = f"{copies} copies of the target on {devices} device(s) each, as servers of `regenerate --endpoint`"
     if t.weight_bytes > USABLE * m.memory * devices:
         note += "; it does not fit there, so these are hours of a larger device with the same peaks"
     return Hours("regeneration", seconds / 3600, terms, note)
+
+
+def pass_seconds(case: Case, rows: float, context: float, devices: int) -> float:
+    """Of a pass over one token of each of so many rows, whose caches hold `context` tokens: a GPU reads while it multiplies, a CPU does
+    one after the other (docs/scaling.md)."""
+    by_bytes, by_products = _pass_parts(case, rows, context, devices)
+    return max(by_bytes, by_products) if case.machine.kind == "cuda" else by_bytes + by_products
+
+
+def _pass_parts(case: Case, rows: float, context: float, devices: int) -> tuple[float, float]:
+    """Seconds for the bytes of such a pass, and for its products."""
+    t, m = case.target, case.machine
+    by_bytes = (_read(case, rows) + rows * context * t.kv_bytes) / (m.bandwidth * m.efficiency.decode * devices)
+    return by_bytes, rows * t.pass_flops(1, 1, context) / (m.rate(t.bytes_a_weight) * m.efficiency.answers * devices)
+
+
+def _read(case: Case, rows: float) -> float:
+    """Bytes of the weights that a pass over one token of each of so many rows reads: of a mixture the experts that any of them needs."""
+    t = case.target
+    inside_all = t.params - t.embedding * (1 if t.tied else 2)
+    touched = 1.0 if t.experts == 1 else 1 - (1 - t.experts) ** rows
+    return t.inside_bytes + (t.embedding + (inside_all - t.inside) * touched) * t.bytes_a_weight
 
 
 def replicas(case: Case) -> tuple[int, int]:

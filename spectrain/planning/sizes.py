@@ -4,7 +4,8 @@ Legend: W target width, H head width, V target vocabulary, Vd draft vocabulary, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from spectrain.planning.machines import Machine
 
@@ -167,12 +168,12 @@ FILL = 0.8  # of tokens_per_step: rows are whole
 
 @dataclass(frozen=True)
 class Case:
-    """All that a plan depends on. steps: test-time steps. store: bytes of a token's states, and of a supervised token's answer, as
-    stored. store_name: the two precisions. pieces(tokens, vocabulary, steps): supervised tokens whose logits are made at once.
-    logs: the loss needs logarithms beside probabilities. probe: rows, tokens a prompt and positions a row of the answers that acceptance is
-    measured on. blocked: a second copy of the target's linear weights is made for short passes (CPU). decode_batch: rows that are answered
-    together. capture_tokens: tokens a pass. tp_size: devices of one copy of the target under `tp` (None: those of a node). head_sharded: by
-    FSDP2 or ZeRO-3."""
+    """All that a plan depends on. steps: test-time steps. store: bytes of a token's states, and of a supervised token's answer, as stored.
+    store_name: the two precisions. pieces(tokens, vocabulary, steps): supervised tokens whose logits are made at once. logs: the loss
+    needs logarithms beside probabilities. probe: rows, tokens a prompt and positions a row of the answers that acceptance is measured
+    on. blocked: a second copy of the target's linear weights is made for short passes (CPU). decode_batch: rows that are answered
+    together; lengths_N2: (prompt tokens, answer tokens) of each, where the rows are known. capture_tokens: tokens a pass. tp_size:
+    devices of one copy of the target under `tp` (None: those of a node). head_sharded: by FSDP2 or ZeRO-3."""
 
     machine: Machine
     gpus: int
@@ -198,6 +199,7 @@ class Case:
     pieces: Callable[[int, int, int], int]
     tp_size: int | None = None
     head_sharded: bool = False
+    lengths_N2: Any = field(default=None, compare=False)
 
     @property
     def split(self) -> int:

@@ -173,6 +173,11 @@ def test_own_rows_give_the_batches_that_training_makes(project: Path, tmp_path: 
     assert result.exit_code == 0, result.output
     found, rows = json.loads(result.stdout), RowStore(tmp_path / "rows")
     assert found["data"]["tokens"] == sum(map(len, rows)) and found["data"]["longest"] == max(map(len, rows))
+    answers = found["hours"]["regeneration in process"]
+    assert answers["hours"] > 0 and "mean length" not in answers["note"] and "servers" in found["hours"]["regeneration"]["note"]
+    prompts = sum(len(row.prompt_ids) for row in rows)
+    told = int(answers["terms"][0]["how"].split(" positions, ")[1].split(" ")[0].replace(",", ""))
+    assert prompts - len(rows) <= told <= prompts + len(rows)
     training = load_config(Recipe, project / "recipes/tiny.yaml", ["training.epochs=1"]).training
     assert found["data"]["batches"] == _order(SimpleNamespace(rows=rows), training, 1)[3].last  # type: ignore[arg-type]
     assert "measuring acceptance" in found["memory"]

@@ -96,7 +96,7 @@ def test_capture_takes_the_time_that_it_took() -> None:
 
 
 def test_answers_take_the_time_that_they_took() -> None:
-    """The batch of short prompts; the other one's were padded to six times its tokens, which a plan does not know."""
+    """The batch of short prompts, of which little was padding; both batches as they were made in process: test_answers.py."""
     batches = json.loads((RESULTS / "data_cpu.json").read_text())["regenerate"]["by batch"]
     found = batches["64 prompts of at most 79 tokens"]
     data = Data(64, found["tokens"] + found["prompt tokens"], found["tokens"], 207, "")
