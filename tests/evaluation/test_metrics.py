@@ -2,20 +2,38 @@
 
 import itertools
 import random
+from math import sqrt
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spectrain.decoding.generate import StepRecord
 from spectrain.evaluation.measure import Record
-from spectrain.evaluation.metrics import RESAMPLES, acceptance, bootstrap, ratio, ratio_of_ratios, speed_cell, tau_table
+from spectrain.evaluation.metrics import (
+    RESAMPLES,
+    Z95,
+    acceptance,
+    bootstrap,
+    by_prompt,
+    ratio,
+    ratio_of_ratios,
+    resamples,
+    speed_cell,
+    t_quantile,
+    tail,
+    tau_table,
+)
+
+NUMBERS = itertools.count()
 
 
 def record(*rounds: tuple[int, int, int], phases: dict[str, float] | None = None, decode: float = 0.0, **changes: Any) -> Record:
-    """An answer with rounds (drafted, accepted, committed); its first token comes from the prompt's pass."""
+    """An answer of a prompt of its own, with rounds (drafted, accepted, committed); its first token comes from the prompt's pass."""
     tokens = 1 + sum(committed for *_, committed in rounds)
     steps = [StepRecord(*r, phases or {}) for r in rounds]
-    fields = {"arm": "a", "mode": "tau", "id": "1", "domain": "d", "seconds": decode, **changes}
+    fields = {"arm": "a", "mode": "tau", "id": str(next(NUMBERS)), "domain": "d", "seconds": decode, **changes}
     return Record(tokens=list(range(tokens)), decode_seconds=decode, rounds=steps, **fields)
 
 
@@ -46,6 +64,7 @@ def test_token_of_the_prompts_pass_is_counted() -> None:
     assert tau_table({"x": [SHORT, alone]}, 2)["x"]["tau"] == 2.0
     assert tau_table({"x": [alone]}, 2)["x"] == {
         "tau": 0.0, "lo": None, "hi": None, "tokens": 0, "rounds": 0, "prompts": 1, "acceptance": [0.0, 0.0], "conditional": [],
+        "draft_acceptance": None, "lengths": [0.0, 0.0, 0.0],
     }  # fmt: skip
 
 
@@ -90,7 +109,7 @@ def test_interval_leaves_out_the_value() -> None:
     for size in (1, 2, 3, 5, 20):
         samples = [(rng.random() * 9, 1 + rng.random()) for _ in range(size)]
         found = bootstrap(samples, ratio)
-        assert found.value == ratio(samples) and found.lo <= found.value <= found.hi and (found.lo < found.hi) == (size > 1)
+        assert found.value == ratio(np.sum(samples, axis=0)) and found.lo <= found.value <= found.hi and (found.lo < found.hi) == (size > 1)
     table = tau_table({"x": [SHORT, LONG], "y": [FULL, SHORT]}, 2)
     assert all(cell["lo"] <= cell["tau"] <= cell["hi"] for cell in table.values())
 
@@ -100,25 +119,73 @@ def test_rounds_of_one_prompt_pass_for_independent() -> None:
     found = tau_table({"x": [LONG], "y": [FULL, SHORT]}, 2)
     assert found["x"]["tau"] == 1.0 and [found[key][end] for key in ("x", "all (macro)") for end in ("lo", "hi")] == [None] * 4
     assert found["y"]["lo"] < found["y"]["hi"] and found["all (micro)"]["lo"] < found["all (micro)"]["hi"]
-    assert speed_cell([LONG], [LONG])["lo"] is None and speed_cell([LONG] * 2, [LONG] * 2)["lo"] is not None
+    assert speed_cell([LONG], [LONG])["lo"] is None and speed_cell([LONG, SHORT], [LONG, SHORT])["lo"] is not None
+
+
+def test_turns_of_one_prompt_pass_for_independent() -> None:
+    """Two prompts of three turns each are two samples, in tau as in speed; the turns of one prompt have no interval."""
+    easy = [record(*[(1, 1, 2)] * 4, id="easy", turn=t, decode=1.0) for t in range(3)]
+    hard = [record(*[(1, 0, 1)] * 4, id="hard", turn=t, decode=1.0) for t in range(3)]
+    cell = tau_table({"x": easy + hard}, 1)["x"]
+    assert (cell["prompts"], cell["rounds"], cell["tokens"]) == (2, 24, 36) and (cell["lo"], cell["hi"]) == (1.0, 2.0)
+    assert tau_table({"x": easy}, 1)["x"]["lo"] is None and tau_table({"x": easy, "y": easy + hard}, 1)["all (macro)"]["lo"] is None
+    base = [plain(8, decode=2.0, id=r.id, turn=r.turn) for r in easy + hard]
+    speed = speed_cell(easy + hard, base)
+    assert speed["prompts"] == 2 and (speed["lo"], speed["speedup"], speed["hi"]) == (1.0, 1.5, 2.0)
+    assert by_prompt([*easy, *hard], [(1.0, 2.0)] * 6) == [(3.0, 6.0)] * 2
+    assert by_prompt([easy[0], hard[0], easy[1]], [(1.0,), (5.0,), (2.0,)]) == [(3.0,), (5.0,)]
+
+
+def test_draft_tokens_are_counted_as_rounds() -> None:
+    """EV1: of a chain of 3 two rounds accept 3 and 0: half the drafts. Of a tree of 6 nodes at most its depth can be accepted."""
+    cell = tau_table({"x": [record((3, 3, 4), (3, 0, 1))]}, 3)["x"]
+    assert cell["draft_acceptance"] == 0.5 and cell["lengths"] == [0.5, 0.0, 0.0, 0.5]
+    tree = tau_table({"x": [record((6, 2, 3), (6, 1, 2), (6, 2, 2))]}, 2)["x"]
+    assert tree["draft_acceptance"] == 5 / 18 and tree["lengths"] == [0.0, 1 / 3, 2 / 3] and tree["tau"] == 7 / 3
+    undrafted = tau_table({"x": [plain(3, decode=1.0)]}, 0)["x"]
+    assert undrafted["draft_acceptance"] is None and undrafted["lengths"] == [1.0]
 
 
 def test_interval_is_not_95_percent() -> None:
-    numbers = itertools.count()
-    found = bootstrap([1], lambda _: float(next(numbers)))
-    assert (found.lo, found.hi, found.value) == (25.0, 974.0, float(RESAMPLES))
+    """Few prompts leave out less: their resamples spread less than their law does."""
+    for prompts, out in ((2000, 24), (16, 13), (8, 5), (2, 0), (1, 25)):
+        found = bootstrap([(7.0,)] * prompts, lambda sums: np.arange(len(sums))[::-1] if sums.ndim == 2 else sums[0])
+        assert (found.lo, found.hi, found.value) == (out, 999 - out, 7.0 * prompts)
+    student = {3: 3.182446, 7: 2.364624, 15: 2.131450, 87: 1.987608}  # of a table
+    assert [t_quantile(Z95, freedom) for freedom in student] == pytest.approx(list(student.values()), rel=0.01)
+
+
+def test_interval_of_few_prompts_is_too_sure() -> None:
+    """8 prompts whose tau differs: the interval holds the truth in 94 % of cases (87 % with 2.5 % left out on either side)."""
+    rng, held, plainly = np.random.default_rng(0), 0, 0
+    for _ in range(400):
+        samples = [(20 * tau, 20.0) for tau in rng.normal(2, 0.4, size=8)]
+        found, every = bootstrap(samples, ratio), np.sort(resamples(samples, ratio))
+        held += found.lo <= 2 <= found.hi
+        plainly += every[25] <= 2 <= every[974]
+    assert 0.92 <= held / 400 <= 0.97 and plainly / 400 < 0.91
+    assert tail(24, 3) == pytest.approx(NormalDist().cdf(-t_quantile(Z95, 21) * sqrt(24 / 21)))
+
+
+def test_resamples_are_of_another_size_or_spread() -> None:
+    """The mean of n draws has the spread sigma / sqrt(n)."""
+    numbers = np.random.default_rng(1).normal(5, 2, size=400)
+    found = resamples([(x, 1.0) for x in numbers], ratio)
+    assert len(found) == RESAMPLES and found.mean() == pytest.approx(numbers.mean(), abs=0.02)
+    assert found.std() == pytest.approx(numbers.std() / 20, rel=0.08)
 
 
 def test_macro_interval_mixes_domains() -> None:
     """Prompts are drawn again within their own domain: two domains of equal prompts have no spread."""
-    cell = tau_table({"x": [LONG] * 2, "y": [FULL] * 2}, 2)["all (macro)"]
+    table = {"x": [LONG, record(*[(2, 0, 1)] * 3)], "y": [FULL, record((3, 3, 4))]}
+    cell = tau_table(table, 2)["all (macro)"]
     assert cell["lo"] == cell["tau"] == cell["hi"] == 2.5
 
 
 def test_no_prompts_is_a_figure() -> None:
     with pytest.raises(ValueError, match="no prompts"):
         bootstrap([], ratio)
-    assert ratio([]) == 0.0 and ratio_of_ratios([(1.0, 1.0, 0.0, 0.0)]) == 0.0
+    assert ratio(np.zeros(2)) == 0.0 and ratio_of_ratios(np.array([1.0, 1.0, 0.0, 0.0])) == 0.0
 
 
 def test_speed_up_is_a_mean_of_rates() -> None:
@@ -127,7 +194,7 @@ def test_speed_up_is_a_mean_of_rates() -> None:
     drafted = [record(*[(1, 1, 2)] * 50, decode=s) for s in (1.0, 10.0)]
     cell = speed_cell(drafted, base)
     assert cell["speedup"] == pytest.approx(12 / 11) and cell["tokens_per_s"] == pytest.approx(200 / 11)
-    assert (cell["tokens"], cell["prompts"], cell["seconds"], cell["tau"]) == (200, 2, 11.0, 2.0)
+    assert (cell["tokens"], cell["plain_tokens"], cell["prompts"], cell["seconds"], cell["tau"]) == (200, 200, 2, 11.0, 2.0)
     assert cell["lo"] == pytest.approx(1.0) and cell["hi"] == pytest.approx(2.0)  # one prompt twice, the other twice
 
 
