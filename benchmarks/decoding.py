@@ -31,8 +31,8 @@ from spectrain.decoding.tree import DraftTree, ancestors
 from spectrain.drafters.from_head import HeadDrafter
 from spectrain.drafters.lookup import NGram
 from spectrain.drafters.scripted import Scripted
-from spectrain.evaluation.measure import suite_prompts
 from spectrain.evaluation.metrics import bootstrap, ratio_of_ratios
+from spectrain.evaluation.suites import suite_prompts
 from spectrain.heads.base import load_head
 from spectrain.target.model import Target, load_target
 from spectrain.target.passes import choose, passes_of

@@ -27,9 +27,10 @@ from heads_report import MODES, compared, markdown
 
 from spectrain.cli.evaluate import machine
 from spectrain.decoding.shapes import StaticTree
-from spectrain.evaluation.measure import Arm, Draws, compare, measure_speed, speed_subset
+from spectrain.evaluation.measure import Arm, Draws, compare, measure_speed
 from spectrain.evaluation.metrics import speed_cell, tau_table
 from spectrain.evaluation.speed import advise_depth
+from spectrain.evaluation.suites import speed_subset
 from spectrain.heads.base import load_head
 from spectrain.training.setup import made_with
 

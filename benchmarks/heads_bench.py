@@ -26,8 +26,9 @@ from spectrain.data.batches import Batch, Sample, Samples
 from spectrain.data.codes import Codes
 from spectrain.data.formats import Prompt
 from spectrain.decoding.shapes import Chain, Shape, Tree
-from spectrain.evaluation.measure import Arm, Draws, Records, measure_tau, suite_prompts
+from spectrain.evaluation.measure import Arm, Draws, Records, measure_tau
 from spectrain.evaluation.speed import measure_costs
+from spectrain.evaluation.suites import suite_prompts
 from spectrain.evaluation.trees import WIDTH, fitted, rising
 from spectrain.heads.base import LAST, load_head
 from spectrain.target.capture import capture

@@ -13,6 +13,7 @@ NAMES: dict[str, str] = {
     "SmallModel": "spectrain.drafters.small_model:SmallModel",
     "Hybrid": "spectrain.cli.wiring:hybrid",
     "Adaptive": "spectrain.decoding.policies:Adaptive",
+    "load_policy": "spectrain.evaluation.policy:load_policy",
     "greedy_audit": "spectrain.decoding.audit:greedy_audit",
     "measure_costs": "spectrain.cli.wiring:measure_costs",
     "acceptance": "spectrain.decoding.optimum:acceptance",

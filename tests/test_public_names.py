@@ -10,9 +10,11 @@ import spectrain as st
 NAMES = {
     "load_target", "load_head", "generate", "NGram", "Suffix", "SmallModel", "Hybrid", "Scripted", "Chain", "Tree", "Adaptive", "DraftTree",
     "Coins", "accept", "acceptance", "optimal_acceptance", "greedy_audit", "measure_costs", "Costs", "encode_chat", "encode_turns",
-    "draft_vocabulary", "align", "expected_tokens", "expected_tau", "speedup",
+    "draft_vocabulary", "align", "expected_tokens", "expected_tau", "speedup", "load_policy",
 }  # fmt: skip
-COMMANDS = {"quickstart", "prepare", "regenerate", "capture", "plan", "train", "generate", "evaluate", "report", "export", "import"}
+COMMANDS = {
+    "quickstart", "prepare", "regenerate", "capture", "plan", "train", "generate", "evaluate", "bench", "report", "export", "import",
+}  # fmt: skip
 
 
 def python(code: str) -> str:

@@ -229,7 +229,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     rule: Annotated[str, typer.Option(help="Verification rule; auto is the best lossless one.")] = "auto",
-    policy: Annotated[str, typer.Option(help="Adapt the depth: heuristic, confidence or ema.")] = "",
+    policy: Annotated[str, typer.Option(help="Adapt the depth: heuristic, confidence, ema, or a folder of `spectrain bench`.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     seed: int = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Take the prompt as plain text, without the chat template.")] = False,
@@ -254,71 +254,144 @@ def generate(
 def evaluate(
     target: Annotated[str, typer.Option(help="Hub name, folder or .gguf file.")],
     out: Annotated[Path | None, typer.Option(help="Folder for records and report.")] = None,
-    head: Annotated[Path | None, typer.Option(help="Head directory; without one only free drafters are measured.")] = None,
-    suite: Annotated[Path, typer.Option(help="A file of eval/suites.")] = Path("eval/suites/quick.yaml"),
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Measure draws at this temperature instead of greedy answers.")] = None,
+    drafters: Annotated[str | None, typer.Option(help="With commas between: none, ngram, suffix, head:FOLDER, model:FOLDER.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="With commas between: auto, chain:4, tree:10x6x48, tree:FILE.json.")] = None,
+    head: Annotated[Path | None, typer.Option(help="Head directory, short for --drafters ngram,head:FOLDER.")] = None,
+    suite: Annotated[str, typer.Option(help="A name in eval/suites, or a file.")] = "quick",
+    prompts: Annotated[Path | None, typer.Option(help="Your own prompts (.jsonl) instead of a suite.")] = None,
+    temperature: Annotated[str | None, typer.Option(help="One or several, such as 0,0.7,1 (default 0: greedy).")] = None,
+    against: Annotated[Path | None, typer.Option(help="report.json of an earlier evaluation, to compare with.")] = None,
+    require: Annotated[list[str] | None, typer.Option(help="Condition, such as 'tau.code>=2.0': else exit code 1.")] = None,
     tree: Annotated[Path | None, typer.Option("--tree", "--tree-file", help="Measure the tree of a file of --write-tree, too.")] = None,
-    write_tree: Annotated[
-        Path | None, typer.Option(help="Instead: count the head's acceptance by depth and rank, and write the tree that it makes (.json).")
-    ] = None,
+    write_tree: Annotated[Path | None, typer.Option(help="Instead: write the tree that the head's acceptance makes (.json).")] = None,
+    engine: Annotated[Literal["vllm", "sglang"] | None, typer.Option(help="Instead: what a running engine accepts.")] = None,
+    endpoint: Annotated[str, typer.Option(help="Its address, such as http://127.0.0.1:8000/v1.")] = "",
+    model: Annotated[str, typer.Option(help="Its name of the model (default: the only one it serves).")] = "",
+    api_key_env: Annotated[str, typer.Option(help="Environment variable that holds its key.")] = "",
+    api_key_file: Annotated[Path | None, typer.Option(help="File that holds its key.")] = None,
     dtype: str = "float32",
     placement: Placement = "rank",
     tp_size: TpSize = None,
     quantization: Bits = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, such as shapes.chain=3.")
-    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    set_: Set = None,
 ) -> None:
     """Measure tau, acceptance and speed by domain, and write report.html, report.md and report.json; several processes
     (`accelerate launch -m spectrain evaluate …`) share the prompts."""
-    from spectrain.cli.train import evaluate as run
-    from spectrain.cli.train import make_tree
+    from spectrain.cli.measured import Asked, evaluate_by, overrides_of, with_head
+    from spectrain.cli.regenerate import api_key
 
-    own = ([f"tree={json.dumps(str(tree.resolve()))}"] if tree else []) + ([] if temperature is None else [f"temperature={temperature}"])
-    overrides, where = [*own, *(set_ or [])], {"placement": placement, "tp_size": tp_size, "quantization": quantization}
     if write_tree is not None and out is not None:
         raise typer.BadParameter("--write-tree makes a tree only and --out is for records and report; give one of them")
-    if write_tree is not None:
-        make_tree(target, head, suite, write_tree, dtype=dtype, where=where, overrides=overrides)
-    elif out is None:
+    if write_tree is None and out is None:
         raise typer.BadParameter("--out FOLDER is needed for records and report (or --write-tree FILE to make a tree only)")
-    else:
-        run(target, head, suite, out, dtype=dtype, where=where, overrides=overrides)
+    asked = Asked(
+        target, suite, {"placement": placement, "tp_size": tp_size, "quantization": quantization}, with_head(drafters, head), prompts,
+        against, require or (), json_, dtype, [*overrides_of(shapes, tree, temperature), *(set_ or [])],
+    )  # fmt: skip
+    key = api_key(api_key_env, api_key_file)
+    evaluate_by(asked, out, head=head, write_tree=write_tree, engine=engine, endpoint=endpoint, model=model, key=key)
 
 
 @app.command()
 @guarded
-def report(folder: Annotated[Path, typer.Argument(help="Folder with a report.json.")]) -> None:
-    """Show a report again and rewrite its Markdown and HTML from report.json."""
-    from spectrain.cli.train import show_report
+def bench(
+    target: Annotated[str, typer.Option(help="Hub name, folder or .gguf file.")],
+    out: Annotated[Path, typer.Option(help="Folder for bench.json; `spectrain report` shows it beside the report there.")],
+    head: Annotated[Path | None, typer.Option(help="Head directory.")] = None,
+    drafters: Annotated[str | None, typer.Option(help="Instead, or also: ngram, suffix, head:FOLDER, model:FOLDER.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Numbers of rows, such as 1,8,32.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens behind which passes are timed; longer prompts are left out.")] = None,
+    suite: Annotated[str | None, typer.Option(help="A suite of eval/suites by name, or a file.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=3, help="Of every answer.")] = None,
+    dtype: str = "float32",
+    quantization: Bits = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the content of bench.json.")] = False,
+    set_: Set = None,
+) -> None:
+    """Tokens a second by batch with drafts and without, where the sign flips, and a policy by batch for engines, which is run, too."""
+    from spectrain.cli.bench import bench as run
 
-    show_report(folder)
+    given = {"suite": suite and json.dumps(suite), "batches": batch and f"[{batch}]", "context": context, "max_new_tokens": max_new_tokens}
+    listed = [*(drafters or "").split(","), f"head:{head}" if head else ""]
+    run(
+        target, [text.strip() for text in listed if text.strip()], out, dtype=dtype, where={"quantization": quantization}, as_json=json_,
+        overrides=[*(f"{key}={value}" for key, value in given.items() if value is not None), *(set_ or [])],
+    )  # fmt: skip
+
+
+@app.command()
+@guarded
+def report(
+    folder: Annotated[list[Path], typer.Argument(help="Folders with a report.json; several are put into one report.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write (default: that of the one report).")] = None,
+    pictures: Annotated[bool, typer.Option(help="Also write the charts as PNG files (extra plots).")] = True,
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+) -> None:
+    """Show a report again and rewrite its Markdown and HTML from report.json, with the bench.json beside it; or compare the heads of
+    several reports of one target and suite."""
+    from spectrain.cli.report import report as run
+
+    run(folder, out=out, pictures=pictures, as_json=json_)
 
 
 @app.command()
 @guarded
 def export(
     head: Annotated[Path, typer.Argument(help="Head directory.")],
-    to: Annotated[str, typer.Option(help="vllm, sglang; the original layout: eagle3, eagle, medusa; merged: the target with its adapter.")],
+    to: Annotated[str, typer.Option(help="vllm, speculators, sglang; original: eagle3, eagle, medusa, hydra; merged: the target.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    target: Annotated[str | None, typer.Option(help="The head's target; needed for EAGLE-1 heads and those of another width.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="The head's target; needed for speculators, EAGLE-1 heads and those of another width.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16 or float16 (default: as they were saved).")] = None,
 ) -> None:
     """Write a head for a serving engine and print the command that serves it."""
-    from spectrain.cli.train import export as run
+    from spectrain.cli.export import export as run
 
-    run(head, to, out, target)
+    run(head, to, out, target, dtype)
 
 
 @app.command("import")
 @guarded
 def import_(
-    folder: Annotated[Path, typer.Argument(help="Folder of a Medusa, EAGLE-1 or EAGLE-3 head, of an engine or another trainer.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a Medusa, Hydra, EAGLE-1 or EAGLE-3 head, of an engine or a trainer.")],
     target: Annotated[str, typer.Option(help="The head's target: Hub name, folder or .gguf file.")],
     out: Annotated[Path, typer.Option(help="Head directory to write.")],
     layer_id: Annotated[list[int] | None, typer.Option(help="States that an EAGLE-3 head fuses, where its folder does not say.")] = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="Prepared rows: tell what layer ids count that can be read in two ways; both are tried on them.")
+    ] = None,
+    notation: Annotated[
+        Literal["hs", "output"] | None, typer.Option(help="What they count: states (after i layers), or outputs of layer i.")
+    ] = None,
     dtype: str = "float32",
 ) -> None:
     """Write another program's head as a head directory, to measure it, train it further or export it."""
-    from spectrain.cli.start import import_head
+    from spectrain.cli.export import import_head
 
-    import_head(folder, target, out, layer_ids=layer_id, dtype=dtype, say=print)
+    import_head(folder, target, out, layer_ids=layer_id, notation=notation, rows=rows, dtype=dtype, say=print)
+
+
+@app.command()
+@guarded
+def push(
+    head: Annotated[Path, typer.Argument(help="Head directory.")],
+    repo: Annotated[str, typer.Argument(help="Repository on the Hub, user/name; made, and private, where it is not there.")],
+    report: Annotated[Path | None, typer.Option(help="Folder of `spectrain evaluate`, for the card; goes along.")] = None,
+    with_format: Annotated[list[str] | None, typer.Option(help="Of export --to; goes along, may be repeated.")] = None,
+    dry_run: Annotated[Path | None, typer.Option(help="Write what would go to this folder, and upload nothing.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Make the repository public.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; made where it is not there.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="The head's target on the Hub, where it was trained from a folder.")] = None,
+    license_: Annotated[str | None, typer.Option("--license", help="By the Hub's name; else that of the target's model card.")] = None,
+    data: Annotated[Path | None, typer.Option(help="What it was trained on, in Markdown, for the card.")] = None,
+    target: Annotated[str | None, typer.Option(help="The head's target; needed for formats that take rows of it.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Upload a head to the Hub with a model card; the token is that of `hf auth login` or HF_TOKEN."""
+    from spectrain.cli.push import Wanted
+    from spectrain.cli.push import push as run
+
+    wanted = Wanted(report, with_format or (), base_model, license_, data, target)
+    run(head, repo, wanted, public=public, revision=revision, dry_run=dry_run, say=print, as_json=json_)

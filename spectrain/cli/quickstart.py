@@ -116,9 +116,11 @@ def arms_table(report: dict[str, Any]) -> Table:
     columns = ("arm", "shape", "tau", "break-even", "acceptance by position", "tokens/s", "× plain")
     table = Table(*columns, box=SIMPLE_HEAD, title="all domains")
     for arm in report["arms"]:
-        tau, speed = report["tau"][arm["name"]]["all (micro)"], report["speed"][arm["name"]]["all"]
+        tau, speed = report["tau"][arm["name"]]["all (micro)"], report["speed"].get(arm["name"], {}).get("all")
         accepted = " ".join(f"{share:.2f}" for share in tau["acceptance"])
-        figures = (f"{tau['tau']:.2f}", f"{speed['break_even']:.2f}", accepted, f"{speed['tokens_per_s']:.1f}", f"{speed['speedup']:.2f}")
+        digits = {"break_even": ".2f", "tokens_per_s": ".1f", "speedup": ".2f"}
+        timed = [f"{speed[name]:{form}}" if speed else "–" for name, form in digits.items()]
+        figures = (f"{tau['tau']:.2f}", timed[0], accepted, *timed[1:])
         table.add_row(arm["name"], arm["shape"], *figures)
     return table
 

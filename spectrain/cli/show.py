@@ -18,6 +18,7 @@ from spectrain.decoding.shapes import Chain, Shape, Tree
 from spectrain.drafters.lookup import NGram
 from spectrain.drafters.small_model import SmallModel
 from spectrain.drafters.suffix import Suffix
+from spectrain.evaluation.policy import load_policy
 from spectrain.evaluation.processes import open_processes
 from spectrain.target.model import Target, load_target
 
@@ -39,7 +40,7 @@ def show_answer(
         loaded = open_for(target, own, dtype, say, device=processes.device, **where)
         chosen = _drafter(name, head, loaded)
         result = generate(
-            loaded, [asked], drafter=chosen, shape=shape, rule=rule, policy=Adaptive(policy) if policy else None,
+            loaded, [asked], drafter=chosen, shape=shape, rule=rule, policy=_policy(policy),
             temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed,
             stream=None if as_json else _Printer(loaded, console),
         )  # fmt: skip
@@ -71,6 +72,13 @@ def _drafter(name: str, head: Path | None, target: Target) -> Any:
     if "/" in name or Path(name).exists():
         return SmallModel(load_target(name, dtype=str(target.model.dtype).removeprefix("torch."), device=str(target.device)))
     raise ValueError(f"drafter {name!r} is unknown; choose head, ngram, suffix, none, or the folder or Hub name of a smaller model")
+
+
+def _policy(text: str) -> Adaptive | None:
+    """A kind, or the file or folder of `spectrain bench`."""
+    if not text:
+        return None
+    return load_policy(text) if Path(text).exists() else Adaptive(text)
 
 
 class _Printer:

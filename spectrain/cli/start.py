@@ -2,20 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from spectrain.config import HeadConfig, Recipe
 from spectrain.export.families import head_from_folder
-from spectrain.heads.base import check_head, kind_of, load_head, save_head
-from spectrain.heads.tokens import pack_tokens
-from spectrain.target.model import Target, load_target
-from spectrain.training.setup import check_training, made_with
+from spectrain.heads.base import check_head, kind_of, load_head
+from spectrain.target.model import Target
+from spectrain.training.setup import check_training
 
 SAME = (  # called alike in the settings and in a head's config
     "layer_ids", "hidden_size", "sliding_window", "draft_vocab_size", "fc_norm", "norm_before_fc", "norm_output", "norm_before_residual",
-    "num_heads", "shared_output", "prefix", "bias",
+    "num_heads", "shared_output", "prefix", "original", "bias",
 )  # fmt: skip
 
 
@@ -46,26 +44,6 @@ def open_start(recipe: Recipe, target: Target, say: Any) -> tuple[Recipe, Any]:
     recipe = recipe.model_copy(update={"head": _with_own(recipe.head, head.config, say)})
     check_training(recipe.head, recipe.training)  # again: with the number of heads that it has
     return recipe, head
-
-
-def import_head(folder: Path, target_name: str, out: Path, *, layer_ids: Sequence[int] | None, dtype: str, say: Any) -> None:
-    """Write the head in an engine's or a trainer's folder as a head directory for a target. layer_ids: states that an EAGLE-3 head fuses,
-    where its folder does not say. ValueError for a folder that holds none, a head of another target, and an `out` that is not empty."""
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder}; give the folder that an engine would be given")
-    check_no_run(folder)
-    if (folder / "made_with.json").is_file():
-        raise ValueError(f"{folder} is a head directory; train, evaluate and export take it as it is")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is there already; choose another --out, or remove it")
-    target = load_target(target_name, dtype=dtype)
-    head, notes = head_from_folder(folder, target, layer_ids=layer_ids)
-    check_head(head, target.fingerprints, target.name, target.tokenizer)
-    for note in notes:
-        say(f"{folder}: {note}")
-    head.tokens = pack_tokens(target.tokenizer.get_vocab())
-    save_head(head, out, run_yaml="", made_with={**made_with(target, {}), **head.made_with, "imported_from": folder.name})
-    say(f"wrote {out}")
 
 
 def _with_own(wanted: HeadConfig, found: Any, say: Any) -> HeadConfig:

@@ -13,13 +13,13 @@ import torch
 
 from spectrain.cli.probe import Probe
 from spectrain.cli.wiring import as_drafter
-from spectrain.config import EvaluationConfig, ShapeConfig, Suite, dump_yaml, load_config
+from spectrain.config import EvaluationConfig, ShapeConfig
 from spectrain.data.rows import Row
 from spectrain.decoding.shapes import StaticTree, Tree
-from spectrain.evaluation.measure import suite_prompts
 from spectrain.evaluation.processes import ALONE, Processes
 from spectrain.evaluation.schema import check_tree_file
 from spectrain.evaluation.speed import measure_costs
+from spectrain.evaluation.suites import suite_hash, suite_of, suite_prompts
 from spectrain.evaluation.trees import BUDGETS, WIDTH, fitted, joined, rising, sentence
 from spectrain.target.model import Target
 from spectrain.target.passes import for_all
@@ -52,11 +52,11 @@ def write_tree(
     processes: Processes = ALONE,
 ) -> dict[str, Any]:  # fmt: skip
     """`write_tree_of` for the prompts of the settings' suite."""
-    suite = load_config(Suite, root / config.suite)
+    suite = suite_of(config, root)
     prompts = [p for rows in suite_prompts(suite, target, root).values() for p in rows]
     rows = []
     for p in prompts:
-        ids = target.encode(p.chat)
+        ids = target.encode(p.chat, **suite.template_kwargs)
         rows.append(Row(p.id, p.domain, np.array([*ids, 0]), np.array([0] * len(ids) + [1])))
     return write_tree_of(
         target, head, rows, config, path, source={"name": f"{suite.name} v{suite.version}", "sha256": suite_hash(suite)},
@@ -190,12 +190,6 @@ def weights_of(head: Any) -> str:
     for name, tensor in sorted(head.state_dict().items()):
         found.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def suite_hash(suite: Suite) -> str:
-    """Hash of a suite's settings; one that passes over nothing has the hash of the time before `skip`."""
-    text = dump_yaml(suite)
-    return hashlib.sha256((text if suite.skip else text.replace("skip: 0\n", "")).encode()).hexdigest()
 
 
 def prompt_hash(ids: Sequence[int]) -> str:

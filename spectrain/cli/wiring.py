@@ -26,16 +26,23 @@ def as_drafter(drafter: Any) -> Drafter:
 
 
 def load_head(where: str | Path, target: Target | None = None, revision: str | None = None) -> Any:
-    """A draft head from a head directory or a Hub repository, on the target's device.
+    """A draft head from a head directory or a Hub repository ("user/repo"), on the target's device.
 
-    With a target, ValueError when the head was trained for another one (generate and evaluate check it again).
+    revision: of the repository, a branch, tag or commit; `head.made_with["hub"]` says which commit was read. Only weights and settings are
+    fetched. ValueError for what is neither a folder nor a repository, and, with a target, when the head was trained for another one
+    (generate and evaluate check it again).
     """
-    folder = Path(where)
+    folder, commit = Path(where), None
     if not folder.exists() and str(where).count("/") == 1 and not str(where).startswith((".", "~")):
-        from huggingface_hub import snapshot_download
+        from spectrain.export.hub import fetch_head
 
-        folder = Path(snapshot_download(str(where), revision=revision))
+        try:
+            folder, commit = fetch_head(str(where), revision)
+        except ValueError as error:
+            raise ValueError(f"there is no folder {where}, and from the Hub: {error}") from error
     head = read_head(folder, device=str(target.device) if target else "cpu")
+    if commit is not None:
+        head.made_with = {**head.made_with, "hub": f"{where}@{commit}"}
     if target is not None:
         check_head(head, target.fingerprints, target.name, target.tokenizer)
     return head

@@ -18,6 +18,7 @@ class HeadConfig(Stage):
     Medusa and Hydra residual blocks a head. num_heads (medusa, hydra): drafts that they can make on a path. hidden_size (eagle3): width of
     the head (None: the target's). sliding_window (not medusa): settled tokens that a draft looks back on (None: all of them).
     shared_output (medusa): one output layer for all heads instead of one each. prefix (hydra): a decoder layer over the states first.
+    original (hydra): a norm after that layer and biases in the output layers, as in the published heads; their code reads no others.
     bias (eagle): a bias where embedding and state are joined, as in the published checkpoints; vLLM has none.
     EAGLE-3.1 flags, as vLLM and speculators name them: fc_norm: a norm of its own for every fused state; norm_before_fc: one norm over all
     of them; norm_output: the next draft reads the output after the final norm; norm_before_residual: the residual stream starts from the
@@ -36,6 +37,7 @@ class HeadConfig(Stage):
     sliding_window: Positive | None = None
     shared_output: bool = False
     prefix: bool = True
+    original: bool = False
     bias: bool = False
     fc_norm: bool = False
     norm_before_fc: bool = False

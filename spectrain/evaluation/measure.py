@@ -5,241 +5,204 @@ recomputed from the file. Several processes write a file each.
 """
 
 import hashlib
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
 
-from spectrain.config import Suite
-from spectrain.data.formats import Prompt, read_jsonl, read_prompts
+from spectrain.data.formats import Prompt
 from spectrain.data.rows import Row
 from spectrain.decoding.audit import first_difference
 from spectrain.decoding.drafter import Drafter
 from spectrain.decoding.generate import generate, law_and_rule
-from spectrain.decoding.rows import StepRecord
 from spectrain.decoding.shapes import Shape
-from spectrain.evaluation.processes import ALONE, Processes
+from spectrain.evaluation.records import Record, Records
 from spectrain.target.model import Target
+
+PLAIN, BASELINE = "plain", "transformers"
+THINK = ("<think>", "</think>")  # what reasoning models write around their thinking
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to decode. `drafter=None` is plain decoding."""
+    """One way to decode: drafter, shape and temperature. `drafter=None` is plain decoding.
+
+    label: the drafter's kind; by: its name, the same for all its arms; plain: the arm that this one is compared with.
+    """
 
     name: str
     drafter: Drafter | None = None
     shape: Shape | None = None
     label: str = "none"
+    temperature: float = 0.0
+    plain: str = PLAIN
+    by: str = "none"
 
-    def describe(self, temperature: float = 0.0) -> dict[str, Any]:
-        """What a report says of it; law and rule are those that `auto` stands for at this temperature."""
+    def describe(self) -> dict[str, Any]:
+        """What a report says of it; law and rule are those that `auto` stands for."""
         s = self.shape
-        law, rule = "none", "greedy" if temperature == 0 else "none"
+        law, rule = "none", "greedy" if self.temperature == 0 else "none"
         if s is not None:
-            law, rule = law_and_rule("auto", s, temperature=temperature, drafter=self.drafter)
+            law, rule = law_and_rule("auto", s, temperature=self.temperature, drafter=self.drafter)
         return {
-            "name": self.name, "drafter": self.label, "shape": str(s) if s else "–", "depth": s.depth if s else 0,
-            "width": s.width if s else 1, "budget": s.budget if s else 0, "rule": rule, "law": law,
+            "name": self.name, "drafter": self.label, "by": self.by, "shape": str(s) if s else "–", "depth": s.depth if s else 0,
+            "width": s.width if s else 1, "budget": s.budget if s else 0, "rule": rule, "law": law, "temperature": self.temperature,
+            "plain": self.plain,
         }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Draws:
-    """How answers are drawn: greedily at temperature 0, else by a seed for each prompt, made from `seed` and the prompt's id."""
+    """How answers are drawn: greedily at temperature 0, else by a seed for each prompt and turn, made from `seed` and the prompt's id."""
 
     temperature: float = 0.0
     seed: int = 0
 
-    def of(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    def of(self, prompts: Sequence[Prompt], turn: int = 0) -> dict[str, Any]:
         """The arguments of `generate`; the same prompt has the same seed in every arm, batch and mode."""
         if self.temperature == 0:
             return {}
-        return {"temperature": self.temperature, "seed": [self.seed_of(p) for p in prompts]}
+        return {"temperature": self.temperature, "seed": [self.seed_of(p, turn) for p in prompts]}
 
-    def seed_of(self, prompt: Prompt) -> int:
-        digest = hashlib.sha256(f"{self.seed}:{prompt.id}".encode()).digest()
-        return int.from_bytes(digest[:6], "big")
+    def seed_of(self, prompt: Prompt, turn: int = 0) -> int:
+        text = f"{self.seed}:{prompt.id}" + (f":{turn}" if turn else "")
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
 GREEDY = Draws()
 
 
-@dataclass(frozen=True)
-class Record:
-    """One answer: `mode` is "tau" (batched) or "speed" (alone). seconds: whole call; decode_seconds: without the prompt's pass."""
-
-    arm: str
-    mode: str
-    id: str
-    domain: str
-    tokens: list[int]
-    seconds: float
-    decode_seconds: float
-    rounds: list[StepRecord] = field(default_factory=list)
+def context_of(
+    target: Target, prompt: Prompt, answers: Sequence[Sequence[int]] = (), template: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Ids of a prompt's turn after `answers` to the turns before it. template: switches of the chat template."""
+    said: list[dict[str, Any]] = []
+    for asked, tokens in zip(prompt.turns, answers, strict=False):
+        text = target.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        said += [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]
+    said.append({"role": "user", "content": prompt.turns[len(answers)]})
+    return target.encode(said, **(template or {}))
 
 
-class Records:
-    """`records.jsonl`: what has been measured under one key (hash of all that the figures depend on).
-
-    Of several processes each writes a file of its own (`records-1.jsonl`, …); all of them are read, whatever number there is now. `found`
-    is the same for every process to begin with and after each `exchange`.
-    """
-
-    def __init__(self, path: Path, key: str, processes: Processes = ALONE) -> None:
-        self._key, self.processes = key, processes
-        self._path = path if processes.leads else path.with_stem(f"{path.stem}-{processes.index}")
-        self._fresh: list[dict[str, Any]] = []
-        self.found: dict[tuple[str, str, str], Record] = {}
-        self.found = processes.on_main(lambda: self._read(path))
-
-    def _read(self, path: Path) -> dict[tuple[str, str, str], Record]:
-        others = path.parent.glob(f"{path.stem}-[0-9]*{path.suffix}")
-        for file in [*([path] if path.exists() else []), *sorted(others)]:
-            content = file.read_bytes()
-            if not content.endswith(b"\n"):  # the last write was cut short
-                os.truncate(file, content.rfind(b"\n") + 1)
-            for _, row in read_jsonl(file):
-                if row.pop("key") == self._key:
-                    self._keep(row)
-        return self.found
-
-    def _keep(self, row: Mapping[str, Any]) -> None:
-        record = Record(**{**row, "rounds": [StepRecord(*r) for r in row["rounds"]]})
-        self.found[record.arm, record.mode, record.id] = record
-
-    def add(self, records: Sequence[Record]) -> None:
-        """Write them (where all make the same passes, only the main process does)."""
-        rows = [{**asdict(record), "rounds": [_row_of(r) for r in record.rounds]} for record in records]
-        if self.processes.leads or self.processes.splits:
-            self._write(rows)
-        for row in rows:
-            self._keep(row)  # as it was written, so that tables from the file are the same
-        self._fresh += rows
-
-    def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"key": self._key, **row}) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def exchange(self) -> None:
-        """Learn what the other processes have added; where all made the same passes, the main one's answers are everyone's."""
-        for row in self.processes.gathered(self._fresh):
-            self._keep(row)
-        self._fresh = []
-
-    def of(self, arm: str, mode: str, prompts: Sequence[Prompt]) -> list[Record]:
-        """Records of these prompts, in their order."""
-        return [self.found[arm, mode, p.id] for p in prompts]
-
-
-def _row_of(r: StepRecord) -> list[Any]:
-    return [r.drafted, r.accepted, r.committed, {phase: round(s, 6) for phase, s in r.seconds.items()}, r.depth, r.nodes]
-
-
-def suite_prompts(suite: Suite, target: Target, root: Path) -> dict[str, list[Prompt]]:
-    """The suite's prompts by domain: first turns that fit, chosen by a hash of id and seed.
-
-    ValueError if a domain has no file or too few, or if two prompts have one id: records are found by it.
-    """
-    chosen: dict[str, list[Prompt]] = {}
-    for domain, number in suite.prompts.items():
-        file = root / suite.folder / f"{domain}.jsonl"
-        if not file.is_file():
-            found = f"suite {suite.name} names the domain {domain}, and there is no {file}"
-            raise ValueError(f"{found}; its folder {suite.folder} is looked for in {root}, two folders above that of the suite")
-        fits = [p for p in read_prompts(file) if len(target.encode(p.chat)) <= suite.max_prompt_tokens]
-        if len(fits) < suite.skip + number:
-            after = f" after the first {suite.skip}" if suite.skip else ""
-            raise ValueError(
-                f"suite {suite.name} wants {number} {domain} prompts{after} of at most {suite.max_prompt_tokens} tokens, {len(fits)} fit"
-            )
-        ordered = sorted(fits, key=lambda p: hashlib.sha256(f"{suite.seed}:{p.id}".encode()).digest())
-        chosen[domain] = ordered[suite.skip : suite.skip + number]
-    numbers = Counter(p.id for rows in chosen.values() for p in rows)
-    if twice := sorted(str(i) for i, number in numbers.items() if number > 1):
-        raise ValueError(f"suite {suite.name}: several prompts have the id {', '.join(twice[:5])}; give each prompt an id of its own")
-    return chosen
-
-
-def speed_subset(prompts: dict[str, list[Prompt]], target: Target, *, number: int, max_tokens: int) -> dict[str, list[Prompt]]:
-    """Of each domain the first `number` prompts of at most `max_tokens` tokens, or its shortest one when none is that short."""
-    lengths = {p.id: len(target.encode(p.chat)) for rows in prompts.values() for p in rows}
-    fits = {domain: [p for p in rows if lengths[p.id] <= max_tokens][:number] for domain, rows in prompts.items()}
-    return {domain: rows or [min(prompts[domain], key=lambda p: lengths[p.id])] for domain, rows in fits.items()}
+def think_tokens(tokenizer: Any, prompt_ids: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens of an answer are thinking, its end included; 0 for a model that does not mark it, or has not begun to think."""
+    begin, end = (tokenizer.convert_tokens_to_ids(word) for word in THINK)
+    if end is None or end == tokenizer.unk_token_id:
+        return 0
+    if end in tokens:
+        return tokens.index(end) + 1
+    opened = begin in tokens or begin in list(prompt_ids)[-3:]  # a template that has the answer begin with it
+    return len(tokens) if opened else 0
 
 
 def measure_tau(
-    target: Target, arm: Arm, prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, batch_size: int, draws: Draws = GREEDY
-) -> None:
-    """Answer the prompts in batches of similar length; adds what is missing to the records. Several processes share the prompts."""
-    missing = sorted((p for p in prompts if (arm.name, "tau", p.id) not in records.found), key=lambda p: len(p.turns[0]))
-    todo, quiet = records.processes.share(missing), None if records.processes.leads else True
-    with tqdm(total=len(todo), desc=f"tau: {arm.name}", unit="prompt", disable=quiet) as bar:
-        for start in range(0, len(todo), batch_size):
-            batch = todo[start : start + batch_size]
-            result = generate(
-                target, [p.chat for p in batch], drafter=arm.drafter, shape=arm.shape, max_new_tokens=max_new_tokens, **draws.of(batch)
-            )
-            share = result.seconds / len(batch)
-            records.add(
-                [Record(arm.name, "tau", p.id, p.domain, r.tokens, share, share, r.rounds) for p, r in zip(batch, result.rows, strict=True)]
-            )
-            bar.update(len(batch))
-    records.exchange()
+    target: Target, arm: Arm, prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, batch_size: int, draws: Draws = GREEDY,
+    template: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Answer the prompts in batches of similar length, turn by turn; adds what is missing to the records. Several processes share them.
+
+    Later turns are asked after the answers that the arm `arm.plain` gave to those before, so that arms answer the same; a turn that no
+    longer fits into the target is left out for every arm.
+    """
+    total, quiet = Counter(p.domain for p in prompts), None if records.processes.leads else True
+    for turn in range(max((len(p.turns) for p in prompts), default=0)):
+        asked = []
+        for p in prompts:
+            if len(p.turns) <= turn or records.has(arm.name, "tau", p.id, turn):
+                continue
+            if turn and not records.has(arm.plain, "tau", p.id, turn - 1):
+                continue
+            before = [r.tokens for r in records.of(arm.plain, "tau", [p])[:turn]] if turn else []
+            ids = context_of(target, p, before, template)
+            if not turn or len(ids) + max_new_tokens <= target.max_length:
+                asked.append((p, ids))
+        asked.sort(key=lambda pair: len(pair[1]))
+        todo, done = records.processes.share(asked), total - Counter(p.domain for p, _ in asked)
+        with tqdm(total=len(todo), desc=f"tau: {arm.name}" + (f", turn {turn + 1}" if turn else ""), unit="prompt", disable=quiet) as bar:
+            for start in range(0, len(todo), batch_size):
+                batch = todo[start : start + batch_size]
+                how = draws.of([p for p, _ in batch], turn)
+                result = generate(
+                    target, [ids for _, ids in batch], drafter=arm.drafter, shape=arm.shape, max_new_tokens=max_new_tokens, **how
+                )
+                records.add(_records_of(target, arm, turn, batch, result))
+                now = Counter(p.domain for p, _ in batch)
+                done += now
+                bar.set_postfix_str(", ".join(f"{domain} {done[domain]}/{total[domain]}" for domain in now), refresh=False)
+                bar.update(len(batch))
+        records.exchange()
+
+
+def _records_of(target: Target, arm: Arm, turn: int, batch: Sequence[tuple[Prompt, list[int]]], result: Any) -> list[Record]:
+    share = result.seconds / len(batch)
+    return [
+        Record(
+            arm.name, "tau", p.id, p.domain, r.tokens, share, share, r.rounds, turn=turn, prompt_tokens=len(ids),
+            think_tokens=think_tokens(target.tokenizer, ids, r.tokens),
+        )
+        for (p, ids), r in zip(batch, result.rows, strict=True)
+    ]  # fmt: skip
 
 
 def measure_speed(
     target: Target, arms: Sequence[Arm], prompts: Sequence[Prompt], records: Records, *, max_new_tokens: int, baseline: bool,
-    compile: bool | Literal["auto"] = "auto", draws: Draws = GREEDY,
+    compile: bool | Literal["auto"] = "auto", draws: Draws = GREEDY, repeats: int = 1, template: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Time the arms one prompt at a time, interleaved prompt by prompt in rotating order, after a warm-up outside the clock.
 
-    baseline: also time `generate()` of transformers on the same prompts (the arm "transformers"). compile: for every arm of ours. Of
-    several processes the main one times while the others wait (where the target is sharded they make the same passes).
+    baseline: also time `generate()` of transformers on the same prompts (the arm "transformers"). compile: for every arm of ours.
+    repeats: so often all arms go over a prompt (A B A B …). Only first turns are timed. Of several processes the main one times while the
+    others wait (where the target is sharded they make the same passes).
     """
-    names = [arm.name for arm in arms] + (["transformers"] if baseline else [])
-    todo = [(p, n) for p in prompts for n in names if (n, "speed", p.id) not in records.found]
+    names = [arm.name for arm in arms] + ([BASELINE] if baseline else [])
+    runs = [
+        (p, n, repeat)
+        for i, p in enumerate(prompts)
+        for repeat in range(repeats)
+        for n in names[i % len(names) :] + names[: i % len(names)]
+    ]
+    todo = [(p, n, repeat) for p, n, repeat in runs if not records.has(n, "speed", p.id, 0, repeat)]
     if not todo:
         return
     by_name = {arm.name: arm for arm in arms}
 
-    def run(name: str, prompt: Prompt, tokens: int) -> Record:
-        if name == "transformers":
-            return _with_transformers(target, prompt, tokens, draws)
+    def run(name: str, prompt: Prompt, tokens: int, repeat: int = 0) -> Record:
+        ids = context_of(target, prompt, template=template)
+        if name == BASELINE:
+            return _with_transformers(target, prompt, ids, tokens, draws, repeat)
         arm, how = by_name[name], draws.of([prompt])
-        result = generate(target, [prompt.chat], drafter=arm.drafter, shape=arm.shape, max_new_tokens=tokens, compile=compile, **how)
-        row = result.rows[0]
-        return Record(name, "speed", prompt.id, prompt.domain, row.tokens, result.seconds, result.seconds - row.prefill_seconds, row.rounds)
+        result = generate(target, [ids], drafter=arm.drafter, shape=arm.shape, max_new_tokens=tokens, compile=compile, **how)
+        row, seconds = result.rows[0], result.seconds
+        return Record(
+            name, "speed", prompt.id, prompt.domain, row.tokens, seconds, seconds - row.prefill_seconds, row.rounds, repeat=repeat,
+            prompt_tokens=len(ids), think_tokens=think_tokens(target.tokenizer, ids, row.tokens),
+        )  # fmt: skip
 
     def run_all() -> None:
+        begin = time.perf_counter()
         for name in names:
             run(name, prompts[0], 8)
+        records.warm_up += time.perf_counter() - begin
         with tqdm(total=len(todo), desc="speed", unit="run", disable=None if records.processes.leads else True) as bar:
-            for i, prompt in enumerate(prompts):
-                for name in names[i % len(names) :] + names[: i % len(names)]:
-                    if (name, "speed", prompt.id) not in records.found:
-                        records.add([run(name, prompt, max_new_tokens)])
-                        bar.update()
+            for prompt, name, repeat in todo:
+                bar.set_postfix_str(prompt.domain, refresh=False)
+                records.add([run(name, prompt, max_new_tokens, repeat)])
+                bar.update()
 
     records.processes.alike(run_all)
     records.exchange()
 
 
-def _with_transformers(target: Target, prompt: Prompt, max_new_tokens: int, draws: Draws) -> Record:
+def _with_transformers(target: Target, prompt: Prompt, ids: Sequence[int], max_new_tokens: int, draws: Draws, repeat: int) -> Record:
     """An answer by transformers' own `generate()` with its default attention: at temperature 0 the same one."""
     how: dict[str, Any] = {"do_sample": False}
     if draws.temperature:
         how = {"do_sample": True, "temperature": draws.temperature, "top_k": 0, "top_p": 1.0}
-    ids_1L = torch.tensor([target.encode(prompt.chat)], device=target.device)
+    ids_1L = torch.tensor([list(ids)], device=target.device)
     ours = target.model.config._attn_implementation
     target.model.set_attn_implementation("sdpa")
     devices = [target.device] if target.device.type == "cuda" else []
@@ -253,7 +216,7 @@ def _with_transformers(target: Target, prompt: Prompt, max_new_tokens: int, draw
             seconds = time.perf_counter() - begin
     finally:
         target.model.set_attn_implementation(ours)
-    return Record("transformers", "speed", prompt.id, prompt.domain, tokens, seconds, seconds)
+    return Record(BASELINE, "speed", prompt.id, prompt.domain, tokens, seconds, seconds, repeat=repeat, prompt_tokens=len(ids))
 
 
 @dataclass
@@ -266,22 +229,26 @@ class Exactness:
     failed: list[str] = field(default_factory=list)
 
 
-def compare(target: Target, records: Sequence[Record], plain: Sequence[Record], prompts: Sequence[Prompt]) -> Exactness:
+def compare(
+    target: Target, records: Sequence[Record], plain: Sequence[Record], prompts: Sequence[Prompt], template: Mapping[str, Any] | None = None
+) -> Exactness:
     """Classify each answer: equal to plain decoding, a numeric tie at the first difference, or a failure.
 
-    An answer that only ends earlier or later is a failure: rounding changes a token, never the end alone.
+    An answer that only ends earlier or later is a failure: rounding changes a token, never the end alone. template: of the chats.
     """
-    found = Exactness()
-    for record, reference, prompt in zip(records, plain, prompts, strict=True):
+    found, asked = Exactness(), {p.id: p for p in prompts}
+    said = {(r.id, r.turn): r.tokens for r in plain}
+    for record, reference in zip(records, plain, strict=True):
         found.prompts += 1
         if record.tokens == reference.tokens:
             found.equal += 1
             continue
-        difference = first_difference(target, target.encode(prompt.chat), record.tokens, reference.tokens)
+        ids = context_of(target, asked[record.id], [said[record.id, turn] for turn in range(record.turn)], template)
+        difference = first_difference(target, ids, record.tokens, reference.tokens)
         if difference is not None and difference.kind == "tie":
             found.ties += 1
         else:
-            found.failed.append(prompt.id)
+            found.failed.append(record.id)
     return found
 
 

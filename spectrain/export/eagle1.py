@@ -6,7 +6,6 @@ draft from the whole vocabulary; SGLang from a part of it where its command name
 Legend: W width of head and target, V target vocabulary, D draft vocabulary.
 """
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.export.flat import layer_sizes, rope_of, window_of
+from spectrain.export.flat import layer_sizes, window_of
 from spectrain.export.folder import FORMAT, TOKEN_MAP, build, cast, check_destination, open_head, write_folder
-from spectrain.export.foreign import same_rows
-from spectrain.export.layout import EMBEDDING, rope_spellings
+from spectrain.export.foreign import same_rows, unpickled
+from spectrain.export.layout import EMBEDDING, check_dims, rope_spellings
+from spectrain.export.told import Layers, check_rope, read_told, rope_of
 from spectrain.heads.base import LAST
 from spectrain.target.model import Target
 
@@ -136,36 +136,38 @@ def _token_map(head: Any) -> dict[str, list[int]]:
 def read_eagle1(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> tuple[Any, tuple[str, ...]]:
     """The head in a folder of any of these layouts, in float32, and what was concluded. ValueError for an embedding that is not the
     target's, and for parts that such heads do not have here."""
-    notes, state = list[str](), dict(tensors)
+    notes, state, told = list[str](), dict(tensors), read_told(Layers, config, folder)
     if f"{FIRST}.self_attn.k_proj.weight" not in state:
         raise ValueError(f"{folder} holds fc.weight and no whole {FIRST}; download the whole folder")
     own_VW = state.pop(EMBEDDING, None)
     if own_VW is not None and not _same_embedding(own_VW, target.embedding_VW.detach().cpu()):
         raise ValueError(f"{folder}: {EMBEDDING} is not that of {target.name}; name the target that the head was made for")
-    ours, bias_W = config.get("spectrain", {}), state.pop("fc.bias", None)
-    has_bias = bool(ours.get("fc_bias", bias_W is not None and bool(bias_W.any())))
+    bias_W, said = state.pop("fc.bias", None), told.spectrain.fc_bias
+    has_bias = bool(said) or (bias_W is not None and bool(bias_W.any()))  # zeros stand for a bias only where the folder says so
     if bias_W is not None and has_bias:
         state["fc.bias"] = bias_W
-    elif bias_W is not None and "fc_bias" not in ours:
+    elif bias_W is not None and said is None:
         notes.append("fc.bias is all zeros: left out")
     ids_D = _drafted(folder, target, notes)
     own_rows = state.pop("lm_head.weight", target.output_VW.detach().cpu())
+    check_dims({"lm_head.weight": own_rows}, {"lm_head.weight": 2}, folder)
     if len(own_rows) != target.vocab_size:
         raise ValueError(f"{folder}: lm_head.weight has {len(own_rows)} rows, {target.name} has {target.vocab_size} ids; load its target")
     state["lm_head.weight"] = own_rows[ids_D]
     layers = len({name.split(".")[1] for name in state if name.startswith("layers.")})
     fields = {
-        **layer_sizes(config, state, FIRST, folder), "num_hidden_layers": layers, "bias": has_bias,
-        "sliding_window": window_of(config, layers, folder, notes), "rope_parameters": rope_of(config, folder, notes),
+        **layer_sizes(told, state, FIRST, folder), "num_hidden_layers": layers, "bias": has_bias,
+        "sliding_window": window_of(told, layers, folder, notes), "rope_parameters": rope_of(told, folder, notes),
         "target_hidden_size": target.embedding_VW.shape[1], "vocab_size": target.vocab_size, "draft_vocab_size": len(ids_D),
-        "layer_ids": (LAST,), "target_layers": ours.get("target_layers", target.num_layers),
+        "layer_ids": (LAST,), "target_layers": target.num_layers,
     }  # fmt: skip
-    return build("eagle", fields, state, ids_D, ours, folder), tuple(notes)
+    check_rope(fields["rope_parameters"], fields["head_dim"], fields["max_position_embeddings"], folder)
+    return build("eagle", fields, state, ids_D, config, folder), tuple(notes)
 
 
 def _same_embedding(own_VW: Tensor, its_VW: Tensor) -> bool:
     rows = min(len(own_VW), len(its_VW))  # either may be padded
-    return own_VW.shape[1] == its_VW.shape[1] and same_rows(own_VW[:rows], its_VW[:rows])
+    return own_VW.dim() == 2 and own_VW.shape[1] == its_VW.shape[1] and same_rows(own_VW[:rows], its_VW[:rows])
 
 
 def _drafted(folder: Path, target: Target, notes: list[str]) -> Tensor:
@@ -174,10 +176,11 @@ def _drafted(folder: Path, target: Target, notes: list[str]) -> Tensor:
         if target.num_ids < target.vocab_size:
             notes.append(f"ids from {target.num_ids} on are no tokens of the tokenizer: left out")
         return torch.arange(target.num_ids)
-    try:
-        ids_D = torch.as_tensor(torch.load(folder / TOKEN_MAP, weights_only=True)).long().sort().values
-    except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / TOKEN_MAP} is no list of ids, or is damaged; remove it to draft from the whole vocabulary") from error
+    found = unpickled(folder, TOKEN_MAP)
+    listed = found.tolist() if isinstance(found, Tensor) else found
+    if not isinstance(listed, list) or not listed or not all(type(i) is int and abs(i) < 2**62 for i in listed):
+        raise ValueError(f"{folder / TOKEN_MAP} is no list of ids, or is damaged; remove it to draft from the whole vocabulary")
+    ids_D = torch.tensor(listed).sort().values
     if not (0 <= int(ids_D.min()) and int(ids_D.max()) < target.vocab_size and len(ids_D.unique()) == len(ids_D)):
         raise ValueError(f"{folder / TOKEN_MAP} holds ids that repeat or are none of {target.name}; name the target it was made for")
     return ids_D

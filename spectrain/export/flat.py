@@ -14,18 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from spectrain.config import validate
-from spectrain.export.folder import OURS
-from spectrain.export.foreign import head_names, put_embedding, put_vocabulary, read_folder
-from spectrain.export.layout import FLAGS, head_shapes
-from spectrain.heads.base import check_vocabulary, head_class, vocabulary_hash
+from spectrain.export.folder import OURS, check_trained, hold
+from spectrain.export.foreign import head_names, put_embedding, put_selected, put_vocabulary, read_folder
+from spectrain.export.layout import FLAGS, check_dims, check_weights, head_shapes
+from spectrain.export.told import NORM_EPS, POSITIONS, Eagle3Told, Layers, check_rope, eagle3_values, read_told, rope_of
 
 Notation = Literal["hs", "output"]
 MEASURED = (
     "fc.weight", "norm.weight", "lm_head.weight", "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight",
     "midlayer.mlp.gate_proj.weight",
 )  # fmt: skip
-ROPE_BASE, NORM_EPS, POSITIONS = 10_000.0, 1e-6, 2048  # of transformers' LlamaConfig, which engines read a flat config with
+WIDE = ("fc.weight", "lm_head.weight", *(name for name in MEASURED if name.startswith("midlayer.")))  # tables, not rows
 OUTPUT_NOTATION = ("next_layer_regular", "use_mtp_layernorm", "use_last_layernorm", "parallel_draft_step")  # keys of ModelOpt's config
 
 
@@ -48,10 +47,7 @@ def head_from_flat(
     flat = read_flat(
         folder, target_layers=target_layers, vocab_size=vocab_size, embed_VW=embed_VW, layer_ids=layer_ids, notation=notation, flags=flags,
     )  # fmt: skip
-    cls = head_class("eagle3")
-    head = cls(validate(cls.Config, flat.config, where=f"{folder}/config.json"))
-    head.load_state_dict(flat.tensors)
-    check_vocabulary(head)
+    head = hold("eagle3", flat.config, flat.tensors, Path(folder))
     head.made_with = flat.made_with
     return head, flat.notes
 
@@ -69,49 +65,51 @@ def read_flat(
     """
     folder, notes = Path(folder), list[str]()
     config, tensors = read_folder(folder)
+    told = read_told(Eagle3Told, eagle3_values(config, folder), folder)
     tensors = head_names(tensors, folder, notes)
-    if missing := [name for name in MEASURED if name not in tensors]:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}, which an EAGLE-3 head has of its own; download the whole folder")
-    values = {**config, **config.get("transformer_layer_config", {})}
-    ours = config.get("spectrain", {})
-    if ours.get("target_layers", target_layers) != target_layers:
-        raise ValueError(f"{folder} was trained for a target of {ours['target_layers']} layers, not {target_layers}; load that target")
-    wide = values.get("target_hidden_size") or (embed_VW.shape[1] if embed_VW is not None else tensors["norm.weight"].shape[0])
+    check_dims(tensors, {name: 2 if name in WIDE else 1 for name in MEASURED}, folder)
+    if (told.spectrain.target_layers or target_layers) != target_layers:
+        found = f"{folder} was trained for a target of {told.spectrain.target_layers} layers, not {target_layers}"
+        raise ValueError(f"{found}; load that target")
+    wide = told.target_hidden_size or (embed_VW.shape[1] if embed_VW is not None else tensors["norm.weight"].shape[0])
     if embed_VW is not None and embed_VW.shape[1] != wide:
         raise ValueError(f"{folder} is for a target of width {wide}, this one is {embed_VW.shape[1]} wide; load that target")
-    vocab_size = vocab_size or (len(tensors["t2d"]) if "t2d" in tensors else values.get("vocab_size"))
+    vocab_size = vocab_size or (len(tensors["t2d"]) if "t2d" in tensors else told.vocab_size)
     if not vocab_size:
         raise ValueError(f"{folder}/config.json does not say vocab_size, the ids of the target; give it (vocab_size)")
     fields = {
-        **layer_sizes(values, tensors, "midlayer", folder), "target_hidden_size": wide, "vocab_size": vocab_size,
+        **layer_sizes(told, tensors, "midlayer", folder), "target_hidden_size": wide, "vocab_size": vocab_size,
         "draft_vocab_size": tensors["lm_head.weight"].shape[0],
     }  # fmt: skip
-    fields["num_hidden_layers"] = _layers(values, tensors, notes)
-    fields |= _flags(values, tensors, config, notes) | _known(flags or {})
-    fields["sliding_window"] = window_of(values, fields["num_hidden_layers"], folder, notes)
-    fields["rope_parameters"] = rope_of(values, folder, notes)
+    fields["num_hidden_layers"] = _layers(told, tensors, notes)
+    fields |= _flags(told, tensors, notes) | _known(flags or {})
+    fields["sliding_window"] = window_of(told, fields["num_hidden_layers"], folder, notes)
+    fields["rope_parameters"] = rope_of(told, folder, notes)
+    check_rope(fields["rope_parameters"], fields["head_dim"], fields["max_position_embeddings"], folder)
     fused = tensors["fc.weight"].shape[1] / fields["target_hidden_size"]
-    fields["layer_ids"] = _layer_ids(config, fused, target_layers, layer_ids, notation, folder, notes)
+    fields["layer_ids"] = _layer_ids(told, fused, target_layers, layer_ids, notation, folder, notes)
     fields["target_layers"] = target_layers
+    put_selected(tensors, folder, notes)
     put_vocabulary(tensors, fields["vocab_size"], folder, notes)
     put_embedding(tensors, embed_VW, fields["target_hidden_size"], folder, notes)
     _check(tensors, fields, folder)
-    made_with = {key: value for key, value in ours.items() if key not in OURS}
+    made_with = {key: value for key, value in (config.get("spectrain") or {}).items() if key not in OURS}
     ids_D = tensors["d2t"] + torch.arange(fields["draft_vocab_size"])
-    if made_with.get("vocabulary_sha256", found := vocabulary_hash(ids_D)) != found:
-        raise ValueError(f"{folder}: the draft vocabulary is not the one the head was trained with; export or download the head again")
+    check_trained(made_with, ids_D, folder)
     return FlatHead(fields, tensors, tuple(notes), made_with)
 
 
-def layer_sizes(values: Mapping[str, Any], tensors: Mapping[str, Tensor], first: str, where: Path) -> dict[str, Any]:
-    """Sizes of decoder layers from the tensors of the one called `first`; from the config (`values`) only what they leave open."""
-    queries, keys = (tensors[f"{first}.self_attn.{name}_proj.weight"].shape[0] for name in "qk")
+def layer_sizes(told: Layers, tensors: Mapping[str, Tensor], first: str, where: Path) -> dict[str, Any]:
+    """Sizes of decoder layers from the tensors of the one called `first`; from the config only what they leave open."""
+    projections = [f"{first}.self_attn.{name}_proj.weight" for name in "qk"]
+    check_dims(tensors, dict.fromkeys((*projections, f"{first}.mlp.gate_proj.weight"), 2), where)
+    queries, keys = (tensors[name].shape[0] for name in projections)
     inner, width = tensors[f"{first}.mlp.gate_proj.weight"].shape
-    heads, head_dim = values.get("num_attention_heads"), values.get("head_dim")
+    heads, head_dim = told.num_attention_heads, told.head_dim
     if not heads and not head_dim:
         raise ValueError(f"{where}/config.json says neither num_attention_heads nor head_dim; add the one of the head")
-    head_dim = head_dim or queries // int(heads or 1)
-    if queries % head_dim or keys % head_dim or (heads and heads * head_dim != queries):
+    head_dim = head_dim or queries // (heads or 1)
+    if not head_dim or queries % head_dim or keys % head_dim or (heads and heads * head_dim != queries):
         found = f"num_attention_heads {heads} and head_dim {head_dim} for {queries} rows of q_proj and {keys} of k_proj"
         raise ValueError(f"{where}/config.json has {found}; correct the config")
     return {
@@ -120,41 +118,41 @@ def layer_sizes(values: Mapping[str, Any], tensors: Mapping[str, Tensor], first:
         "num_attention_heads": queries // head_dim,
         "num_key_value_heads": keys // head_dim,
         "head_dim": head_dim,
-        "hidden_act": values.get("hidden_act", "silu"),
-        "rms_norm_eps": values.get("rms_norm_eps", NORM_EPS),
-        "max_position_embeddings": values.get("max_position_embeddings", POSITIONS),
+        "hidden_act": told.hidden_act or "silu",
+        "rms_norm_eps": told.rms_norm_eps or NORM_EPS,
+        "max_position_embeddings": told.max_position_embeddings or POSITIONS,
     }
 
 
-def _layers(values: Mapping[str, Any], tensors: Mapping[str, Tensor], notes: list[str]) -> int:
+def _layers(told: Layers, tensors: Mapping[str, Tensor], notes: list[str]) -> int:
     """Decoder layers that have weights; some configs name those of the target."""
     layers = 1 + len({name.split(".")[1] for name in tensors if name.startswith("above.")})
-    if values.get("num_hidden_layers", 1) != layers:
-        notes.append(f"num_hidden_layers is {values['num_hidden_layers']} in the config; the folder has weights of {layers}")
+    if (told.num_hidden_layers or 1) != layers:
+        notes.append(f"num_hidden_layers is {told.num_hidden_layers} in the config; the folder has weights of {layers}")
     return layers
 
 
-def _flags(values: Mapping[str, Any], tensors: Mapping[str, Tensor], config: Mapping[str, Any], notes: list[str]) -> dict[str, bool]:
+def _flags(told: Eagle3Told, tensors: Mapping[str, Tensor], notes: list[str]) -> dict[str, bool]:
     """EAGLE-3.1 flags: norms before fc where their tensors are, the others as engines read the config."""
-    nested = values.get("eagle_config") or {}
+    nested = told.nested
     said = {
-        "norm_before_fc": nested.get("norm_before_fc", values.get("norm_before_fc")),
-        "fc_norm": values.get("fc_norm", values.get("use_aux_norm")),
+        "norm_before_fc": told.norm_before_fc if nested.norm_before_fc is None else nested.norm_before_fc,
+        "fc_norm": told.use_aux_norm if told.fc_norm is None else told.fc_norm,
     }
     there = {"norm_before_fc": "input_norm.weight" in tensors, "fc_norm": any(name.startswith("fc_norm.") for name in tensors)}
     for flag, found in there.items():
         if said[flag] is not None and found and not said[flag]:
             notes.append(f"{flag} is off in the config, but its weights are there: on")
-    after = (values.get("norm_output"), nested.get("return_hidden_post_norm"), nested.get("norm_output"))
-    if any(after) and "spectrain" not in config:
+    after = (told.norm_output, nested.return_hidden_post_norm, nested.norm_output)
+    if any(after) and told.spectrain.hs_layer_ids is None:
         notes.append("norm_output is on, as engines read it: the next draft reads the state after the final norm")
-    before, speculators = values.get("norm_before_residual"), "speculators_model_type" in config
+    before, speculators = told.norm_before_residual, told.speculators_model_type is not None
     if before is None and speculators:
         notes.append("norm_before_residual is missing: on, as vLLM reads the speculators format")
     return {
         **{flag: bool(said[flag]) or found for flag, found in there.items()},
         "norm_output": any(after),
-        "norm_before_residual": speculators if before is None else bool(before),
+        "norm_before_residual": speculators if before is None else before,
     }
 
 
@@ -164,39 +162,24 @@ def _known(flags: Mapping[str, bool]) -> dict[str, bool]:
     return dict(flags)
 
 
-def window_of(values: Mapping[str, Any], layers: int, where: Path, notes: list[str]) -> int | None:
+def window_of(told: Layers, layers: int, where: Path, notes: list[str]) -> int | None:
     """Keys that a query sees, its own among them; engines look at the kind of each layer first."""
-    window, kinds = values.get("sliding_window"), set((values.get("layer_types") or ["full_attention"])[:layers])
-    if kinds == {"sliding_attention"} and isinstance(window, int):
+    window, kinds = told.sliding_window, set((told.layer_types or ["full_attention"])[:layers])
+    if kinds == {"sliding_attention"} and window is not None and window > 0:
         return window
     if kinds != {"full_attention"}:
-        raise ValueError(f"{where}/config.json has layer_types {sorted(kinds)}; all full_attention, or all of one window, were needed")
+        found = f"layer_types {sorted(kinds)} and sliding_window {window}"
+        raise ValueError(f"{where}/config.json has {found}; all full_attention, or all of one window, were needed")
     if window:
         notes.append(f"sliding_window {window} is not used: no layer is of that kind")
     return None
 
 
-def rope_of(values: Mapping[str, Any], where: Path, notes: list[str]) -> dict[str, Any]:
-    """Rotary settings in today's spelling. A missing base is what training used: 10,000, whatever the target has."""
-    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    older = rope.pop("type", "default")
-    rope.setdefault("rope_type", older)
-    if rope.get("rope_theta") is None:
-        rope["rope_theta"] = values.get("rope_theta")
-    if rope["rope_theta"] is None:
-        rope["rope_theta"] = ROPE_BASE
-        notes.append("no rope_theta: 10,000, which such heads were trained with, not the target's")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"{where}/config.json has rope settings {rope}; one set that turns the whole of each attention head was needed")
-    return rope
-
-
 def _layer_ids(
-    config: Mapping[str, Any], fused: float, layers: int, given: Sequence[int] | None, notation: Notation | None, where: Path,
-    notes: list[str],
-) -> list[int]:  # fmt: skip
+    told: Eagle3Told, fused: float, layers: int, given: Sequence[int] | None, notation: Notation | None, where: Path, notes: list[str]
+) -> list[int]:
     """The states that fc reads, as hs[i]: given, else named by the folder, else the default of all engines."""
-    ids = list(given) if given else _named_ids(config, layers, notation, where)
+    ids = list(given) if given else _named_ids(told, layers, notation, where)
     if given:
         notes.append(f"layer ids hs{ids} as given, whatever the folder names")
     if ids is None:
@@ -216,25 +199,31 @@ def _layer_ids(
     return ids
 
 
-def _named_ids(config: Mapping[str, Any], layers: int, notation: Notation | None, where: Path) -> list[int] | None:
-    if ours := config.get("spectrain", {}).get("hs_layer_ids"):
-        return list(ours)
-    key, nested = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
-    top, below = config.get(key), nested.get(key)
+class AmbiguousIds(ValueError):
+    """The folder numbers the states in a way that it does not tell. `spectrain.export.notation` tries both."""
+
+
+def _named_ids(told: Eagle3Told, layers: int, notation: Notation | None, where: Path) -> list[int] | None:
+    if told.spectrain.hs_layer_ids:
+        return list(told.spectrain.hs_layer_ids)
+    nested = told.nested
+    top, below = told.eagle_aux_hidden_state_layer_ids, nested.eagle_aux_hidden_state_layer_ids
     if not (ids := top or below):
         return None
     default = [2, layers // 2, layers - 3]
-    known_output = "LlamaEagle3DraftModel" in config.get("architectures", []) or any(name in nested for name in OUTPUT_NOTATION)
-    if notation is None and ("speculators_model_type" in config or ids == default or (top and below == [i - 1 for i in top])):
+    automodel = "LlamaEagle3DraftModel" in (told.architectures or [])
+    known_output = automodel or any(getattr(nested, name) is not None for name in OUTPUT_NOTATION)
+    if notation is None and (told.speculators_model_type or ids == default or (top and below == [i - 1 for i in top])):
         notation = "hs"
     elif notation is None and not top and (known_output or ids == [i - 1 for i in default]):
         notation = "output"
     elif notation is None and not below and ids != [i - 1 for i in default]:
         notation = "hs"  # vLLM alone reads the top-level key
     if notation is None:
-        raise ValueError(
-            f"{where}/config.json names layers {ids} without saying whether it counts states (hs[i], after i layers) or outputs of layer i "
-            "(hs[i + 1]); give notation='hs' or 'output' (try both: the right one has several times the accuracy), or layer_ids"
+        raise AmbiguousIds(
+            f"{where}/config.json names layers {ids}, and neither architectures nor eagle_config tell whether they count states (hs[i], "
+            "after i layers) or outputs of layer i (hs[i + 1]); give rows of the target's answers, and both are tried (spectrain import "
+            "--rows FOLDER), or notation='hs' or 'output', or layer_ids"
         )
     return [i + (notation == "output") for i in ids]
 
@@ -251,6 +240,4 @@ def _check(tensors: Mapping[str, Tensor], fields: Mapping[str, Any], where: Path
     wrong = [f"{name} {list(tensors[name].shape)}, needed {list(shape)}" for name, shape in needed.items() if tensors[name].shape != shape]
     if wrong:
         raise ValueError(f"{where}: {'; '.join(wrong)}; correct its config")
-    odd = {str(tensor.dtype) for tensor in tensors.values() if tensor.dtype not in (torch.int64, torch.bool) and tensor.itemsize < 2}
-    if odd or not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-        raise ValueError(f"{where} holds {', '.join(odd) or 'NaN or infinite values'}; finite weights in 16 or 32 bits were needed")
+    check_weights(tensors, where)

@@ -3,7 +3,6 @@
 Legend: H width of the head, W of the target, V target vocabulary, D draft vocabulary, F all fused states.
 """
 
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.export.folder import MEDUSA_PICKLED, MEDUSA_WEIGHTS
-from spectrain.export.layout import CONFIG, EMBEDDING, PROJECTION, WEIGHTS, read_json, read_tensors
+from spectrain.export.folder import HYDRA_PICKLED, MEDUSA_PICKLED, MEDUSA_WEIGHTS, PROJECTION_FILE
+from spectrain.export.layout import (
+    CONFIG,
+    EMBEDDING,
+    PROJECTION,
+    SPECULATORS,
+    TABLES,
+    WEIGHTS,
+    check_dims,
+    read_json,
+    read_tensors,
+    within,
+)
 
 INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin"
+AUTOMODEL = "eagle_meta.pt"
 RENAMED = {
     "draft_id_to_target_id": "d2t",
     "aux_norm_low.weight": "fc_norm.0.weight",  # SGLang's older names
@@ -39,10 +50,10 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is no flat EAGLE-3 folder: {CONFIG} is missing; give the folder that an engine would be given")
     config, tensors = open_folder(folder)
-    kind = config.get("speculators_model_type", "eagle3")
+    kind = config.get(SPECULATORS, "eagle3")
     found = next((family for family, sign in FAMILIES if any(re.search(sign, name) for name in (*config, *tensors))), None)
     if kind != "eagle3" or found:
-        raise ValueError(f"{folder} holds {found or f'a speculators {kind} head'}; an EAGLE-3 head of Llama layers was needed")
+        raise ValueError(f"{folder} holds {found or f'a head of {SPECULATORS} {kind!r}'}; an EAGLE-3 head of Llama layers was needed")
     if not any(name.endswith("hidden_norm.weight") for name in tensors):
         raise ValueError(f"{folder} holds no hidden_norm.weight, so an EAGLE-1 or EAGLE-2 head, or none; an EAGLE-3 head was needed")
     return config, tensors
@@ -50,30 +61,48 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json (empty where there is none) and the tensors of any head, without copies of the target's own."""
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    return config, {name.removeprefix("model."): tensor for name, tensor in _weights(folder).items() if not COPIES.search(name)}
+    config = read_json(within(folder, CONFIG)) if (folder / CONFIG).is_file() else {}
+    found = {name.removeprefix("model."): tensor for name, tensor in _weights(folder).items() if not COPIES.search(name)}
+    if empty := [name for name, tensor in found.items() if not (tensor.dim() and tensor.numel())]:
+        raise ValueError(f"{folder} holds no rows in {', '.join(empty)}; download the folder again")
+    return config, found
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
     for name in (WEIGHTS, MEDUSA_WEIGHTS):
         if (folder / name).is_file():
-            return read_tensors(folder / name)
+            return read_tensors(within(folder, name))
     if (folder / INDEX).is_file():
-        files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
-        if missing := [file for file in files if not (folder / file).is_file()]:
-            raise ValueError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; download the whole folder")
-        return {name: tensor for file in files for name, tensor in read_tensors(folder / file).items()}
-    pickled = next((folder / name for name in (PICKLED, MEDUSA_PICKLED) if (folder / name).is_file()), None)
-    if pickled is None:
-        raise ValueError(f"{folder} holds neither {WEIGHTS}, {INDEX} nor {PICKLED}; download the whole folder")
+        return _parts(folder)
+    for name in (PICKLED, MEDUSA_PICKLED, HYDRA_PICKLED):
+        if (folder / name).is_file():
+            found = unpickled(folder, name)
+            if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
+                raise ValueError(f"{folder / name} holds more than named tensors; convert it to {WEIGHTS} first")
+            return found
+    raise ValueError(f"{folder} holds neither {WEIGHTS}, {INDEX} nor {PICKLED}; download the whole folder")
+
+
+def _parts(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the files that the index names, each from its own."""
+    files = read_json(within(folder, INDEX)).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map from tensors to files; download the whole folder")
+    paths = {file: within(folder, file) for file in sorted(set(files.values()))}
+    if missing := [file for file, path in paths.items() if not path.is_file()]:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; download the whole folder")
+    parts = {file: read_tensors(path) for file, path in paths.items()}
+    if lost := [name for name, file in files.items() if name not in parts[file]]:
+        raise ValueError(f"{folder}: {', '.join(lost)} are not in the files that {INDEX} names; download the whole folder")
+    return {name: parts[file][name] for name, file in files.items()}
+
+
+def unpickled(folder: Path, name: str) -> Any:
+    """What a pickle holds, of plain values and tensors alone: nothing in it is run. ValueError for any other."""
     try:
-        found = torch.load(pickled, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        # torch's own message advises to run whatever the file holds
-        raise ValueError(f"{pickled} holds more than plain tensors, or is damaged; convert it to {WEIGHTS} first") from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError(f"{pickled} holds more than named tensors; convert it to {WEIGHTS} first")
-    return found
+        return torch.load(within(folder, name), map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged or hostile one fails in any way; torch's own message advises to run whatever it holds
+        raise ValueError(f"{folder / name} holds more than plain tensors, or is damaged; convert it to {WEIGHTS} first") from error
 
 
 def head_names(tensors: dict[str, Tensor], where: Path, notes: list[str]) -> dict[str, Tensor]:
@@ -108,8 +137,22 @@ def _one_norm(hidden_H: Tensor, input_H: Tensor | None, name: str, where: Path, 
     return input_H if idle[0] else hidden_H
 
 
+def put_selected(tensors: dict[str, Tensor], where: Path, notes: list[str]) -> None:
+    """Puts d2t from the file in which Automodel keeps the draft vocabulary beside its model folder, where neither table is there."""
+    home = next((home for home in (where, where.resolve().parent) if (home / AUTOMODEL).is_file()), None)
+    if home is None or any(name in tensors for name in TABLES):
+        return
+    found = unpickled(home, AUTOMODEL)
+    ids_D = found.get("selected_token_ids") if isinstance(found, dict) else None
+    if isinstance(ids_D, Tensor) and ids_D.dim() == 1 and not ids_D.is_floating_point():
+        tensors["d2t"] = ids_D.long() - torch.arange(len(ids_D))
+        notes.append(f"the draft vocabulary is that of {AUTOMODEL}")
+
+
 def put_vocabulary(tensors: dict[str, Tensor], vocab_size: int, where: Path, notes: list[str]) -> None:
     """Puts both tables of the draft vocabulary, with rising ids, and the output rows in their order. ValueError where they do not fit."""
+    if odd := [name for name in TABLES if name in tensors and (tensors[name].dim() != 1 or tensors[name].is_floating_point())]:
+        raise ValueError(f"{where}: {', '.join(odd)} are no tables of whole numbers; download the folder again")
     rows_DH = tensors["lm_head.weight"]
     found_V = tensors["t2d"].bool().nonzero()[:, 0] if "t2d" in tensors else None
     ids_D = _target_ids(tensors.get("d2t"), found_V, len(rows_DH), vocab_size, where, notes)
@@ -160,11 +203,16 @@ def put_embedding(tensors: dict[str, Tensor], embed_VW: Tensor | None, wide: int
         return
     if embed_VW is None:
         raise ValueError(f"{where} holds {EMBEDDING}, which must be compared with the target's; give the target's (embed_VW)")
+    check_dims({EMBEDDING: own}, {EMBEDDING: 2}, where)
     count = min(len(own), len(embed_VW))  # either may be padded
     own, embed_VW = own[:count].cpu(), embed_VW[:count].detach().cpu()
     if own.shape[1] != width or embed_VW.shape[1] != wide:
         raise ValueError(f"{where}: {EMBEDDING} is {list(own.shape)} for a head of width {width}; download the head again")
-    if width != wide:
+    if width != wide and (where / PROJECTION_FILE).is_file():
+        tensors[PROJECTION] = read_tensors(within(where, PROJECTION_FILE)).get(PROJECTION, own[:0])
+        check_dims(tensors, {PROJECTION: 2}, where)
+        _check_projection(tensors[PROJECTION], own, embed_VW, where)
+    elif width != wide:
         tensors[PROJECTION] = _projection(own, embed_VW, where)
         notes.append(f"{PROJECTION} is computed back from {EMBEDDING}")
     elif not same_rows(own, embed_VW):
@@ -190,12 +238,20 @@ def _projection(own_VH: Tensor, embed_VW: Tensor, where: Path) -> Tensor:
     for own, embed in _pieces(own_VH, embed_VW):
         gram_WW += embed.double().T @ embed.double()
         cross_WH += embed.double().T @ own.double()
-    found_WH = torch.linalg.lstsq(gram_WW, cross_WH, driver="gelsd").solution
+    found_HW = torch.linalg.lstsq(gram_WW, cross_WH, driver="gelsd").solution.T.float().contiguous()
+    _check_projection(found_HW, own_VH, embed_VW, where)
+    return found_HW.to(own_VH.dtype)
+
+
+def _check_projection(found_HW: Tensor, own_VH: Tensor, embed_VW: Tensor, where: Path) -> None:
+    """ValueError unless the matrix makes the folder's table of the target's embedding, but for rounding."""
+    if found_HW.shape != (own_VH.shape[1], embed_VW.shape[1]):
+        raise ValueError(f"{where}: {PROJECTION} is {list(found_HW.shape)}, needed {[own_VH.shape[1], embed_VW.shape[1]]}; export it again")
+    found_WH = found_HW.double().T
     off = sum(float((embed.double() @ found_WH - own.double()).square().sum()) for own, embed in _pieces(own_VH, embed_VW)) ** 0.5
-    share = off / float(own_VH.double().norm())
-    if share > (1e-3 if own_VH.dtype == torch.float32 else 2e-2):
+    share = off / max(float(own_VH.double().norm()), 1e-30)
+    if not share <= (1e-3 if own_VH.dtype == torch.float32 else 2e-2):
         raise ValueError(
             f"{where}: {EMBEDDING} is no projection of the target's embedding ({share:.0%} of it is left over); heads here read that "
             "through a projection: train one instead of starting from this"
         )
-    return found_WH.T.float().contiguous().to(own_VH.dtype)

@@ -26,13 +26,28 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 VARIANTS: dict[str, Any] = {"num_hidden_layers": 1, **dict.fromkeys(FLAGS, False), "sliding_window": None}  # where a config is silent
 EMBEDDING, PROJECTION = "embed_tokens.weight", "embed_proj.weight"
 TABLES = ("d2t", "t2d")
+JSON_BYTES = 2**25  # a large index of parts has a tenth of it
+PIECE = 2**22  # values looked at together
+SPECULATORS = "speculators_model_type"  # a key of every config in the speculators format
+
+
+def within(folder: Path, name: str) -> Path:
+    """A file of a folder from elsewhere. ValueError for a name, or a link, that leads out of it; the Hub's cache links to its own blobs."""
+    path, home = Path(folder) / name, Path(folder).resolve()
+    blobs = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
+    real = path.resolve()
+    if ".." in Path(name).parts or not any(real.is_relative_to(root) for root in (home, *blobs)):
+        raise ValueError(f"{folder}: {name} leads out of the folder, to {real}; files of a head lie in its own: download it again")
+    return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError for anything else."""
+    """The object in a JSON file; ValueError for anything else, or a file that is too large to be a config."""
+    if path.stat().st_size > JSON_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, a config has {JSON_BYTES} at most; download it again")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); give the folder of a finished training") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a JSON {type(value).__name__}, an object was needed; give the folder of a finished training")
@@ -45,6 +60,28 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read as safetensors ({error}); save or download the head again") from error
+
+
+def check_dims(tensors: Mapping[Any, Tensor], dims: Mapping[Any, int], where: Path) -> None:
+    """ValueError unless the tensors of these names are there and have so many dimensions."""
+    if missing := [name for name in dims if name not in tensors]:
+        raise ValueError(f"{where} lacks {', '.join(missing)}, which such a head has of its own; download the whole folder")
+    if wrong := [f"{name} {list(tensors[name].shape)}" for name, dim in dims.items() if tensors[name].dim() != dim]:
+        raise ValueError(f"{where} has {', '.join(wrong)}, which are of no such shape in a head; download the folder again")
+
+
+def check_weights(tensors: Mapping[str, Tensor], where: Path) -> None:
+    """ValueError for weights (all but the tables of a draft vocabulary) in fewer than 16 bits, NaN or infinite."""
+    weights = {name: tensor for name, tensor in tensors.items() if name not in TABLES}
+    if odd := {str(tensor.dtype) for tensor in weights.values() if not tensor.is_floating_point() or tensor.itemsize < 2}:
+        raise ValueError(f"{where} holds weights in {', '.join(sorted(odd))}; finite weights in 16 or 32 bits were needed")
+    if bad := [name for name, tensor in weights.items() if unsound(tensor)]:
+        raise ValueError(f"{where} holds NaN or infinite values in {', '.join(bad)}; download the folder again")
+
+
+def unsound(tensor: Tensor) -> int:
+    """How many values are NaN or infinite; counted in pieces, for a table may be as large as the memory that is left."""
+    return sum(int((~piece.isfinite()).sum()) for piece in tensor.flatten().split(PIECE))
 
 
 def rope_spellings(rope: dict[str, Any]) -> dict[str, Any]:
@@ -106,10 +143,13 @@ def flat_names(tensors: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
     """
     if layers == 1:
         return dict(tensors)
-    flat: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        new = re.sub(r"^above\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}.", name)
-        flat[re.sub(r"^midlayer\.", "layers.0.", new)] = tensor
-        if name.startswith("above.") and name.endswith(".input_layernorm.weight"):
-            flat[new.replace("input_layernorm", "hidden_norm")] = tensor.clone()  # one file does not hold one storage twice
+    flat = speculators_names(tensors)
+    for name in [name for name in flat if re.fullmatch(r"layers\.[1-9]\d*\.input_layernorm\.weight", name)]:
+        flat[name.replace("input_layernorm", "hidden_norm")] = flat[name].clone()  # one file does not hold one storage twice
     return flat
+
+
+def speculators_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The head's tensors under the names of the speculators format: `layers.0`, `layers.1`, ..."""
+    above = {name: re.sub(r"^above\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}.", name) for name in tensors}
+    return {re.sub(r"^midlayer\.", "layers.0.", above[name]): tensor for name, tensor in tensors.items()}

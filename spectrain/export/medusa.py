@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from spectrain.export.folder import FORMAT, MEDUSA_PICKLED, MEDUSA_WEIGHTS, build, cast, check_destination, open_head, write_folder
+from spectrain.export.layout import check_dims
+from spectrain.export.told import Record, read_told
 from spectrain.heads.base import LAST
 from spectrain.target.model import Target
 
@@ -42,7 +44,7 @@ def export_vllm(head_dir: Path, out: Path, *, dtype: str | None = None) -> Path:
         "architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": c.num_heads, "num_hidden_layers": c.num_layers,
         "original_lm_head": c.shared_output, "truncated_vocab_size": c.vocab_size, **_described(head, made_with, dtype),
     }  # fmt: skip
-    write_folder(destination, config, named | _map(head))
+    write_folder(destination, config, named | map_of(head))
     return out
 
 
@@ -64,13 +66,13 @@ def export_original(head_dir: Path, out: Path, *, dtype: str | None = None) -> P
     for k in range(c.num_heads):
         for parameter in ("weight", "bias"):
             named[f"{k}.0.linear.{parameter}"] = tensors[f"heads.{k}.0.linear.{parameter}"]
-        rows_DW = tensors[f"lm_head.{0 if c.shared_output else k}.weight"]
-        named[f"{k}.1.weight"] = whole_rows(rows_DW, head.target_ids, c.vocab_size).clone()  # one file does not hold one storage twice
+        rows_VW = whole_rows(tensors[f"lm_head.{0 if c.shared_output else k}.weight"], head.target_ids, c.vocab_size)
+        named[f"{k}.1.weight"] = rows_VW.clone() if c.shared_output and k else rows_VW  # one file does not hold one storage twice
     config = {
         "medusa_num_heads": c.num_heads, "medusa_num_layers": c.num_layers, "base_model_name_or_path": made_with["target"], "version": "2",
         **_described(head, made_with, dtype),
     }  # fmt: skip
-    named |= _map(head)
+    named |= map_of(head)
     write_folder(destination, config, named, weights=MEDUSA_WEIGHTS, pickled={MEDUSA_PICKLED: named})
     return out
 
@@ -96,7 +98,8 @@ def _described(head: Any, made_with: Mapping[str, Any], dtype: str) -> dict[str,
     }  # fmt: skip
 
 
-def _map(head: Any) -> dict[str, Tensor]:
+def map_of(head: Any) -> dict[str, Tensor]:
+    """The draft vocabulary, where it is not the whole one."""
     return {} if head.config.draft_vocab_size == head.config.vocab_size else {MAP: head.target_ids}
 
 
@@ -105,7 +108,7 @@ def read_medusa(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, T
 
     Output layers that are missing are the target's, one for all. ValueError for tensors that are no part of a Medusa head, or too few.
     """
-    blocks, outputs, notes = dict[str, Tensor](), dict[str, Tensor](), list[str]()
+    blocks, outputs, notes, told = dict[str, Tensor](), dict[str, Tensor](), list[str](), read_told(Record, config, folder)
     for name, tensor in tensors.items():
         bare = re.sub(r"^medusa_heads?\.", "", name)
         if found := OUTPUT.fullmatch(bare):
@@ -118,29 +121,35 @@ def read_medusa(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, T
             raise ValueError(f"{folder} holds {name}, which is no part of a Medusa head; a head of residual blocks was needed")
     heads = len({name.split(".")[1] for name in blocks})
     layers = len({name.split(".")[2] for name in blocks})
-    if not outputs:
+    if not outputs and not told.model_fields_set:  # a folder of ours always has them
         outputs["shared"] = target.output_VW.detach().cpu()
         notes.append("no output layers: the target's rows, one layer for all heads")
-    ours = config.get("spectrain", {})
-    shared = "shared" in outputs or bool(ours.get("shared_output"))
-    found_K = [outputs.get("shared", outputs.get("0"))] if shared else [outputs.get(str(k)) for k in range(heads)]
-    rows_K = [rows for rows in found_K if rows is not None]
-    if not blocks or len(rows_K) < len(found_K):
-        raise ValueError(f"{folder} has blocks of {heads} heads and {len(rows_K)} output layers; download the whole folder")
+    rows_K = list(outputs.values())
+    check_dims(dict(enumerate(rows_K)), dict.fromkeys(range(len(rows_K)), 2), folder)
+    shared = "shared" in outputs or (bool(told.spectrain.shared_output) and all(torch.equal(rows_K[0], rows) for rows in rows_K[1:]))
+    named = {"shared"} if "shared" in outputs else {str(k) for k in range(heads)}
+    if not blocks or outputs.keys() != named:
+        raise ValueError(f"{folder} has blocks of {heads} heads and {len(outputs)} output layers; download the whole folder")
+    rows_K = rows_K[:1] if shared else [outputs[str(k)] for k in range(heads)]
     width = rows_K[0].shape[1]
-    ids_D, order_D = _drafted(tensors.get(MAP), len(rows_K[0]), target, folder, notes)
-    state = {f"heads.{k}.{j}.linear.bias": torch.zeros(width) for k in range(heads) for j in range(layers)} | blocks
-    state |= {f"lm_head.{k}.weight": rows[order_D] for k, rows in enumerate(rows_K)}
+    if width != target.output_VW.shape[1]:
+        raise ValueError(f"{folder} is for a target of width {width}, {target.name} is {target.output_VW.shape[1]} wide; load its target")
+    ids_D, order_D = drafted(tensors.get(MAP), len(rows_K[0]), target, folder, notes)
+    state = dict(blocks)
+    if not any(name.endswith("bias") for name in blocks):
+        state |= {f"heads.{k}.{j}.linear.bias": torch.zeros(width) for k in range(heads) for j in range(layers)}
+    whole = torch.equal(order_D, torch.arange(len(rows_K[0])))  # then nothing is copied
+    state |= {f"lm_head.{k}.weight": rows if whole else rows[order_D] for k, rows in enumerate(rows_K)}
     fields = {
         "target_hidden_size": width, "num_heads": heads, "num_layers": layers, "shared_output": shared, "vocab_size": target.vocab_size,
-        "draft_vocab_size": len(ids_D), "layer_ids": (LAST,), "target_layers": ours.get("target_layers", target.num_layers),
+        "draft_vocab_size": len(ids_D), "layer_ids": (LAST,), "target_layers": target.num_layers,
     }  # fmt: skip
-    return build("medusa", fields, state, ids_D, ours, folder), tuple(notes)
+    return build("medusa", fields, state, ids_D, config, folder), tuple(notes)
 
 
-def _drafted(map_D: Tensor | None, rows: int, target: Target, where: Path, notes: list[str]) -> tuple[Tensor, Tensor]:
+def drafted(map_D: Tensor | None, rows: int, target: Target, where: Path, notes: list[str]) -> tuple[Tensor, Tensor]:
     """Target ids that are drafted, rising, and the row of each in the output layers."""
-    if rows not in (target.vocab_size, None if map_D is None else len(map_D)):
+    if rows not in (target.vocab_size, None if map_D is None else map_D.numel()):
         found = f"output layers of {rows} rows, {target.name} has {target.vocab_size} ids"
         raise ValueError(f"{where}: {found}; name the target that the head was made for")
     if map_D is None:
@@ -148,5 +157,7 @@ def _drafted(map_D: Tensor | None, rows: int, target: Target, where: Path, notes
         if len(ids_D) < rows:
             notes.append(f"rows from {len(ids_D)} on are no tokens of the tokenizer: left out")
         return ids_D, ids_D
+    if map_D.dim() != 1 or map_D.is_floating_point():
+        raise ValueError(f"{where}: {MAP} is no list of ids; download the folder again")
     ids_D, order_D = map_D.long().sort()
     return ids_D, ids_D if rows == target.vocab_size else order_D

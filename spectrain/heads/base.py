@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -281,9 +282,10 @@ def save_head(head: Any, out: Path, *, run_yaml: str, made_with: Mapping[str, An
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", mapped: bool = False) -> Any:
     """Load a head directory in evaluation mode. `head.adapter`: the folder of the target's adapter, None for a head trained alone.
 
+    mapped: weights stay in the file, in its precision, as far as nothing changes them: to look at a head, not to keep it.
     Raises ValueError when the folder is none, is damaged, of a newer format, when its tensors do not fit its config, or when the adapter
     is damaged or another one.
     """
@@ -292,9 +294,10 @@ def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device:
     if config.pop("format", None) != FORMAT:
         raise ValueError(f"{folder} is of another format than {FORMAT}; update spectrain or train the head anew")
     cls = head_class(config.pop("head", ""))
-    head = cls(validate(cls.Config, config, where=f"{folder}/config.json"))
+    with _without_weights() if mapped else nullcontext():
+        head = cls(validate(cls.Config, config, where=f"{folder}/config.json"))
     try:
-        head.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
+        head.load_state_dict(load_file(folder / "model.safetensors"), strict=True, assign=mapped)
     except (SafetensorError, FileNotFoundError, RuntimeError) as error:
         raise ValueError(f"{folder}/model.safetensors does not hold this head ({error}); train or export it anew") from error
     if vocabulary_hash(head.target_ids) != made_with.get("vocabulary_sha256"):
@@ -310,7 +313,13 @@ def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device:
             raise ValueError(f"{head.adapter} is not the adapter that the head was trained with; copy the whole directory again")
     head.made_with = made_with
     head.tokens = (folder / TOKENS).read_bytes() if (folder / TOKENS).is_file() else None
-    return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return (head if mapped else head.to(device=device, dtype=dtype)).eval().requires_grad_(False)
+
+
+def _without_weights() -> Any:
+    from accelerate import init_empty_weights
+
+    return init_empty_weights(include_buffers=False)
 
 
 def check_head(head: Any, fingerprints: Mapping[str, str], target: str, tokenizer: Any = None, *, to_train: bool = False) -> None:

@@ -7,6 +7,9 @@ decoder layer that sees all tokens up to it (`prefix`, the ++), or as it is. Onl
 A new head says what the target says after the prefix state, less surely: blocks begin at zero, their projection hands on a share of the
 prefix state, output layers are the target's rows.
 
+As the original code has them (`original`), a norm follows the prefix layer, and output layers have a bias, which an unrolled pass reads as
+a last column against a state that ends in 1.
+
 Legend: B rows, L tokens, R flat counted rows, N nodes, M nodes of the draft so far, K heads, H width of head and target, Y = (K + 1) * H,
 V target vocabulary, Vd draft vocabulary, X any.
 """
@@ -20,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.heads.base import DraftState, KeyValueCache, StepOutput, TrainingBatch
-from spectrain.heads.layers import SHARE, ResidualBlock, caller, narrow, newest
+from spectrain.heads.layers import SHARE, ResidualBlock, RMSNorm, caller, narrow, newest
 from spectrain.heads.places import Places
 from spectrain.heads.unrolled import PROJECTIONS, DecoderConfig, DecoderLayer, Entry, Parts, UnrolledHead
 
@@ -30,19 +33,20 @@ ADDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 class HydraConfig(DecoderConfig):
     """Sizes of the heads and of the target they belong to. num_heads: most drafts on a path. num_layers: residual blocks a head. prefix:
-    a decoder layer over the states."""
+    a decoder layer over the states. original: with the norm and the biases of the original code."""
 
     num_hidden_layers: ClassVar[int] = 1  # type: ignore[misc]
     num_heads: int
     num_layers: int = 1
     prefix: bool = True
+    original: bool = False
 
 
 class Hydra(UnrolledHead):
     """All heads of a target together."""
 
     Config = HydraConfig
-    settings = frozenset({"init_layer", "num_heads", "num_layers", "prefix", "sliding_window"})
+    settings = frozenset({"init_layer", "num_heads", "num_layers", "original", "prefix", "sliding_window"})
     heads: Any
     lm_head: Any
 
@@ -56,11 +60,14 @@ class Hydra(UnrolledHead):
             raise ValueError(f"a Hydra head of width {H} for a target of width {c.target_hidden_size}; its width is the target's")
         if c.sliding_window and not c.prefix:
             raise ValueError("a Hydra head without a prefix layer looks back on nothing: leave head.sliding_window out")
+        if c.original and not c.prefix:
+            raise ValueError("a Hydra head as the original code has it has a prefix layer: set head.prefix=true, or head.original=false")
         self.prefix = DecoderLayer(c) if c.prefix else None
+        self.prefix_norm = RMSNorm(H, c.rms_norm_eps) if c.original else None
         self.heads = nn.ModuleList(
             nn.Sequential(ResidualBlock(H, inputs=k + 2), *(ResidualBlock(H) for _ in range(c.num_layers - 1))) for k in range(c.num_heads)
         )
-        self.lm_head = nn.ModuleList(nn.Linear(H, c.draft_vocab_size, bias=False) for _ in range(c.num_heads))
+        self.lm_head = nn.ModuleList(nn.Linear(H, c.draft_vocab_size, bias=c.original) for _ in range(c.num_heads))
 
     @property
     def max_depth(self) -> int:  # type: ignore[override]
@@ -84,6 +91,10 @@ class Hydra(UnrolledHead):
                 parameter.zero_()
             head[0].res_connection.weight[:, : self.config.hidden_size] = SHARE * torch.eye(self.config.hidden_size)
             output.weight.copy_(output_VW[target_ids.to(output_VW.device)])
+            if output.bias is not None:
+                output.bias.zero_()
+        if self.prefix_norm is not None:  # states leave the final norm about so large, and shall stay so
+            self.prefix_norm.weight.fill_(float(norm.float().square().mean().sqrt()))
         if self.prefix is not None:
             _fill_prefix(self.prefix, layer or {}, torch.Generator().manual_seed(seed))
         self.train_output(train_output)
@@ -106,6 +117,8 @@ class Hydra(UnrolledHead):
         return narrow(self.layers[0].input_layernorm(x_BNH)), x_BNH
 
     def _leave(self, x_XH: Tensor) -> tuple[Tensor, Tensor]:
+        if self.prefix_norm is not None:
+            x_XH = self.prefix_norm(x_XH)
         return x_XH, x_XH
 
     def _hidden(self, k: int, x_XY: Tensor) -> Tensor:
@@ -123,7 +136,12 @@ class Hydra(UnrolledHead):
         for k in range(steps):
             in_hand_R = ids_N[row_R - column_R + (column_R + 1 + k).clamp(max=L - 1)]
             x_RY = torch.cat([x_RY, self._embed(in_hand_R, embed_VW)], dim=1)
-            yield StepOutput(ahead=2 + k, hidden_RH=call(partial(self._hidden, k), x_RY), output_VdH=self.lm_head[k].weight)
+            hidden_RH, output = call(partial(self._hidden, k), x_RY), self.lm_head[k]
+            if output.bias is None:
+                yield StepOutput(ahead=2 + k, hidden_RH=hidden_RH, output_VdH=output.weight)
+            else:
+                rows_VdX = torch.cat([output.weight, output.bias[:, None]], dim=1)
+                yield StepOutput(ahead=2 + k, hidden_RH=F.pad(hidden_RH, (0, 1), value=1.0), output_VdH=rows_VdX)
 
     def _prefix_states(self, batch: TrainingBatch, row_R: Tensor, embed_VW: Tensor, call: Callable[..., Any]) -> Tensor:
         """The prefix states [R, H] of the counted rows."""
@@ -132,7 +150,7 @@ class Hydra(UnrolledHead):
             return self._fuse(states_NH[row_R])
         at = Places.of(batch, row_R, 1, all_ask=False)
         first = partial(self._first_step, entry=self._entry(at, embed_VW), attention=self._attention(batch, at, row_R), at=at)
-        return call(first, states_NH[at.token_T], ())[0]  # type: ignore[no-any-return]
+        return self._leave(call(first, states_NH[at.token_T], ())[0])[0]
 
     def begin(
         self, states_BNF: Tensor, next_BN: Tensor, count_B: Tensor, embed_VW: Tensor, cache: KeyValueCache, state: DraftState | None

@@ -236,7 +236,8 @@ def head_sizes(config: HeadConfig, target: Target) -> dict[str, Any]:
         "sliding_window": config.sliding_window, "vocab_size": target.vocab_size, "layer_ids": layer_ids(config, target),
         "target_layers": target.num_layers, "fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc,
         "norm_output": config.norm_output, "norm_before_residual": config.norm_before_residual, "num_heads": config.num_heads,
-        "num_layers": config.num_layers, "shared_output": config.shared_output, "prefix": config.prefix, "bias": config.bias,
+        "num_layers": config.num_layers, "shared_output": config.shared_output, "prefix": config.prefix, "original": config.original,
+        "bias": config.bias,
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from typer.testing import CliRunner
 
 from spectrain.cli import app
+from spectrain.evaluation import speed
 from spectrain.target.model import Target
 
 Ended = tuple[int, str, str]
@@ -41,6 +42,14 @@ prompts: {red: 2, blue: 3}
 max_prompt_tokens: 20
 max_new_tokens: 16
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def brief_costs() -> Iterator[None]:
+    """What rounds of a tiny model cost is looked at by no test here, and takes most of an evaluation: four tokens of each will do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "ROUND_TOKENS", 4)
+        yield
 
 
 def write_prompts(path: Path, domains: Sequence[str], number: int, *, first: int) -> None:

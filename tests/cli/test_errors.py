@@ -183,7 +183,7 @@ def test_long_prompt_is_cut_or_a_traceback(project: Path, cli: Cli) -> None:
         (["--set", "shapes.chain=[1"], "the value is not valid YAML"),
         (["--set", "shapes.chain=0"], "shapes.chain"),
         (["--set", "shapes.chains=3"], "shapes.chains: unknown key; known here: chain, "),
-        (["--suite", "eval/suites/none.yaml"], "no file eval/suites/none.yaml"),
+        (["--suite", "eval/suites/none.yaml"], "eval/suites/none.yaml; there are "),
     ],
 )
 def test_wrong_option_is_found_after_loading(options: list[str], words: str, project: Path, cli: Cli, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_report_that_is_none_is_a_traceback(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_unknown_format_is_a_traceback(cli: Cli, tmp_path: Path) -> None:
-    assert "export format 'onnx' is unknown; choose one of eagle3, vllm, sglang" in message(
+    assert "export format 'onnx' is unknown; choose one of eagle3, vllm, speculators, sglang" in message(
         cli("export", tmp_path, "--to", "onnx", "--out", tmp_path)
     )
 

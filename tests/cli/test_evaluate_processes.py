@@ -110,11 +110,12 @@ def test_shared_target_is_measured_otherwise(placement: str, ask: list[str], one
     command = ["evaluate", *ask, "--out", str(tmp_path / "out"), *SMALL, "--placement", placement]
     code, said, err = start(*LAUNCH, SCRIPT, tmp_path, json.dumps([command]))
     assert code == 0 and said.count("Report: ") == 1, said + err
-    (rows,) = answers(tmp_path / "out")
+    ((rows,), (before,)) = answers(tmp_path / "out"), answers(one)
+    keys = [{row["key"] for row in part} for part in (before, rows[len(before) :])]
     report = json.loads((tmp_path / "out/report.json").read_text())
-    assert report["settings"]["placement"] == f"{placement} over 2 processes" and len({row["key"] for row in rows}) == 2
+    assert report["settings"]["placement"] == f"{placement} over 2 processes" and keys[1] and not keys[0] & keys[1]
     assert json.loads((tmp_path / "out/costs.json").read_text()).keys() > costs.keys()
-    for arm in ("plain", "n-gram", "head chain", "head tree"):
+    for arm in ("plain", "ngram chain:2", "head chain:2", "head tree:3x2x4"):
         assert report["tau"][arm] == counts(one)["tau"][arm]
     assert all(cell["equal"] == 11 for cell in report["exactness"].values())
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from spectrain.decoding.generate import generate
+from spectrain.decoding.policies import Adaptive
 from spectrain.decoding.shapes import Chain, Tree
-from spectrain.drafters.from_head import HeadDrafter, _HeadSession
+from spectrain.drafters.from_head import LATER, HeadDrafter, _HeadSession, joined
 from spectrain.heads.eagle3 import Eagle3
 from spectrain.target.cache import SlabCache
 from spectrain.target.model import Target
@@ -75,6 +76,7 @@ def seen(monkeypatch):
 
     def spy(self, round):
         committed = round.committed
+        self._settle()
         logits, lengths = self._logits_BV.clone(), self._cache.lengths_B.clone()
         tree = propose(self, round)
         talk.append(([list(ids) for ids in committed], logits, lengths, tree))
@@ -99,6 +101,32 @@ def test_cache_keeps_the_heads_own_guesses(target: Target, make_head, seen, shap
             ids = committed[b]
             torch.testing.assert_close(logits[b], fresh_state(target, head, ids)[0][0], atol=1e-4, rtol=1e-4)
             assert lengths[b] == len(ids) - 1 and tree.tokens_BN[b, 0] == ids[-1]
+
+
+def test_rounds_without_a_draft_confuse_the_head(target: Target, make_head, seen) -> None:
+    """Settled tokens wait while nothing is drafted, by different numbers in each row and for longer than they may."""
+    head, policy = make_head(target), Adaptive("ema", off_below=9.0, probe_after=5, probe_most=40)
+    generate(target, PROMPTS, drafter=HeadDrafter(head), shape=Chain(3), policy=policy, eos=None, max_new_tokens=60)
+    longest = [max(map(len, committed)) for committed, *_ in seen]
+    assert len(seen) > 3 and max(after - before for before, after in zip(longest, longest[1:], strict=False)) > LATER
+    for committed, logits, lengths, tree in seen:
+        for b, ids in enumerate(committed):
+            if lengths[b] == len(ids) - 1:  # others have ended
+                torch.testing.assert_close(logits[b], fresh_state(target, head, ids)[0][0], atol=1e-4, rtol=1e-4)
+                assert tree.tokens_BN[b, 0] == ids[-1]
+        assert any(lengths[b] == len(ids) - 1 for b, ids in enumerate(committed))
+
+
+def test_settled_tokens_change_places() -> None:
+    """Two rounds of a row with 2 and 1 tokens, of one with none and 2, of one with 1 and none."""
+    states_BNF = torch.arange(6.0).view(3, 2, 1)
+    first = (states_BNF, torch.arange(6).view(3, 2), torch.tensor([2, 0, 1]))
+    second = (states_BNF + 10, torch.arange(6).view(3, 2) + 10, torch.tensor([1, 2, 0]))
+    states, tokens, count = joined([first, second])
+    assert count.tolist() == [3, 2, 1] and tokens[0].tolist() == [0, 1, 10] and tokens[1, :2].tolist() == [12, 13] and tokens[2, 0] == 4
+    assert states[..., 0].long().tolist() == tokens.tolist()
+    none = joined([(states_BNF, tokens[:, :2], torch.zeros(3, dtype=torch.long))] * 2)
+    assert none[2].tolist() == [0, 0, 0] and none[1].shape == (3, 1)
 
 
 def test_accepted_drafts_leave_their_guesses_behind(make_table_target, seen) -> None:

@@ -11,7 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def all_cores() -> Iterator[None]:
     """The small model here is a real one: a second thread nearly halves its time. The engine has its own process."""
     before = torch.get_num_threads()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.set_num_threads(_cores())
     yield
     torch.set_num_threads(before)
 
@@ -61,34 +62,50 @@ def small(small_folder: Path) -> Target:
 
 
 @pytest.fixture(scope="session")
-def engine(engine_python: str, small_folder: Path) -> Iterator[str]:
-    """Address of the running server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    cores = min(2, os.cpu_count() or 1)
-    # what each is for: docs of vLLM, "CPU, related runtime environment variables"
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(cores),
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-    }  # fmt: skip
-    command = [
-        engine_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(small_folder), "--served-model-name", MODEL,
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
-    ]  # fmt: skip
-    log = small_folder.with_name("engine.log")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | settings
-    with log.open("wb") as file:
-        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-    try:
-        _wait(f"http://127.0.0.1:{port}/health", server, log)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
+def engine(serving: Callable[..., AbstractContextManager[str]], small_folder: Path) -> Iterator[str]:
+    """Address of a running server without drafts."""
+    with serving(small_folder.with_name("engine.log")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def serving(engine_python: str, small_folder: Path) -> Callable[..., AbstractContextManager[str]]:
+    """serving(log, *options of the server): address of a server that runs inside the `with`."""
+
+    @contextmanager
+    def serve(log: Path, *options: str) -> Iterator[str]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        cores = _cores()
+        # what each is for: docs of vLLM, "CPU, related runtime environment variables"
+        settings = {
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(cores),
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        }  # fmt: skip
+        command = [
+            engine_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(small_folder), "--served-model-name", MODEL,
+            "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", *options,
+        ]  # fmt: skip
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | settings
+        with log.open("wb") as file:
+            server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
+            _wait(f"http://127.0.0.1:{port}/health", server, log)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+
+    return serve
+
+
+def _cores() -> int:
+    """Threads: more than there are free cores make them wait for each other."""
+    return int(os.environ.get("OMP_NUM_THREADS", min(2, os.cpu_count() or 1)))
 
 
 def _wait(url: str, server: subprocess.Popen, log: Path) -> None:

@@ -46,7 +46,7 @@ def states(small: Target, ids_BL: Tensor, layer_ids: Sequence[int]) -> Tensor:
     return found
 
 
-def train_a_moment(small: Target, head: Any, prompts: list[list[int]], plain: list[list[int]], *, passes: int) -> Any:
+def train_a_moment(small: Target, head: Any, prompts: list[list[int]], plain: list[list[int]], *, passes: int, depth: int = DEPTH) -> Any:
     """The head after it has seen the target's answers a few times, in every step of its unrolling."""
     draft_V = torch.full((small.vocab_size,), -1).index_put_((head.target_ids,), torch.arange(len(head.target_ids)))
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=5e-4)
@@ -54,11 +54,11 @@ def train_a_moment(small: Target, head: Any, prompts: list[list[int]], plain: li
     for prompt, answer in zip(prompts, plain, strict=True):
         ids_BL = torch.tensor([[*prompt, *answer]])
         line = {"ids_BL": ids_BL, "mask_BL": torch.ones_like(ids_BL, dtype=torch.bool), "states_BLF": states(small, ids_BL, head.layer_ids)}
-        lines.append((SimpleNamespace(**line, doc_BL=None, position_BL=None), torch.arange(len(prompt) - 1, ids_BL.shape[1] - DEPTH - 1)))
+        lines.append((SimpleNamespace(**line, doc_BL=None, position_BL=None), torch.arange(len(prompt) - 1, ids_BL.shape[1] - depth - 1)))
     for _ in range(passes):
         for batch, row_R in lines:
             optimizer.zero_grad()
-            steps = head.rows(batch, row_R, small.embedding_VW, DEPTH)
+            steps = head.rows(batch, row_R, small.embedding_VW, depth)
             sum(cross_entropy(logits, draft_V[batch.ids_BL[0, row_R + ahead]]) for ahead, logits in steps).backward()
             optimizer.step()
     return head.eval().requires_grad_(False)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from spectrain.config import HeadConfig
-from spectrain.export.engines import export_eagle3
+from spectrain.export.eagle3 import export_eagle3
 from spectrain.heads.base import save_head
 from spectrain.target.model import Target
 from spectrain.training.setup import made_with, new_head

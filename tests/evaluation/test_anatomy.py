@@ -88,6 +88,7 @@ def test_deeper_draft_answers_to_the_law_of_another_depth(target: Target, make_h
     for j in range(3):
         ids = [*answer.context, *answer.tokens[: j + 1]]
         session, next_11 = session_after(HeadDrafter(head), target, ids), torch.tensor([[answer.tokens[j + 1]]])
+        session._settle()  # settled tokens wait until a draft is asked for
         logits_11V, _ = head.extend(session._state, next_11, torch.zeros_like(next_11), target.embedding_VW, session._cache)
         q_V = torch.zeros(target.num_ids).index_copy(0, head.target_ids, probabilities(logits_11V[0], sampling)[0])
         expected += float(torch.minimum(q_V, p_after(eager, target, [*ids, answer.tokens[j + 1]], sampling)).sum())

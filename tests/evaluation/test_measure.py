@@ -25,9 +25,8 @@ from spectrain.evaluation.measure import (
     measure_speed,
     measure_tau,
     measured_acceptance,
-    speed_subset,
-    suite_prompts,
 )
+from spectrain.evaluation.suites import speed_subset, suite_prompts
 from spectrain.target.model import Target
 
 PROMPTS = [Prompt(str(i), "even" if i % 2 == 0 else "odd", (f"w{20 + i} " * (i + 1),), "") for i in range(5)]
@@ -107,10 +106,75 @@ def test_records_of_other_settings_are_taken(target: Target, calls: Counter, tmp
     first = Records(path, "k")
     tau(target, PROMPTS[:2], first)
     other = Records(path, "other")
-    assert other.found == {}
+    assert first.has("plain", "tau", "0") and not other.has("plain", "tau", "0")
     tau(target, PROMPTS[:2], other)
+    assert calls.prompts == [2, 2] and Records(path, "k").found == other.found
+    assert sorted((place[0], place[3]) for place in other.found) == [("k", "0"), ("k", "1"), ("other", "0"), ("other", "1")]
+
+
+def test_new_arm_loses_what_others_had(target: Target, calls: Counter, tmp_path: Path) -> None:
+    """Each arm's records stand under a key of its own: another key for one of them leaves the other's."""
+    path, other = tmp_path / "r.jsonl", Arm("other")
+    keys = {("plain", "tau"): "k1", ("other", "tau"): "k2"}
+    for arm in (PLAIN, other):
+        tau(target, PROMPTS[:2], Records(path, keys), arm)
     assert calls.prompts == [2, 2]
-    assert Records(path, "k").found == first.found and Records(path, "other").found == other.found
+    again = Records(path, {**keys, ("other", "tau"): "k3"})
+    for arm in (PLAIN, other):
+        tau(target, PROMPTS[:2], again, arm)
+    assert calls.prompts == [2, 2, 2] and again.of("other", "tau", PROMPTS[:2])
+
+
+TURNS = [replace(PROMPTS[0], turns=("w20 w21", "w30")), PROMPTS[1], replace(PROMPTS[2], turns=("w22", "w31", "w32"))]
+
+
+def test_later_turn_forgets_the_answers_before(target: Target, calls: Counter, scripted: Any, tmp_path: Path) -> None:
+    """Turns are asked in order, behind plain decoding's answers; all arms answer the same, and a stop loses nothing."""
+    path = tmp_path / "r.jsonl"
+    records = Records(path, "k")
+    tau(target, TURNS, records)
+    assert calls.prompts == [2, 1, 2, 1]  # three first turns, two second ones, one third
+    first, second = records.of("plain", "tau", TURNS[:1])
+    said = target.tokenizer.decode(first.tokens, skip_special_tokens=True)
+    asked = [("user", "w20 w21"), ("assistant", said), ("user", "w30")]
+    chat = [{"role": role, "content": text} for role, text in asked]
+    alone = generate(target, [target.encode(chat)], max_new_tokens=4).rows[0]
+    assert (second.turn, second.tokens, second.prompt_tokens) == (1, alone.tokens, len(target.encode(chat)))
+    assert [r.turn for r in records.of("plain", "tau", TURNS)] == [0, 1, 0, 0, 1, 2]
+    arm = Arm("guess", scripted(lambda ids: [(7, 0)]), Chain(1))
+    tau(target, TURNS, records, arm)
+    both = [[(r.id, r.turn, r.tokens, r.prompt_tokens) for r in records.of(name, "tau", TURNS)] for name in ("plain", "guess")]
+    assert both[0] == both[1]
+    found = compare(target, records.of("guess", "tau", TURNS), records.of("plain", "tau", TURNS), TURNS)
+    assert found == Exactness(prompts=6, equal=6)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    calls.prompts.clear()
+    tau(target, TURNS, Records(path, "k"), arm)
+    assert calls.prompts == [1]
+
+
+def test_turn_that_does_not_fit_stops_the_run(make_target: Callable[..., Target], tmp_path: Path) -> None:
+    target = make_target(max_position_embeddings=20)
+    records = Records(tmp_path / "r.jsonl", "k")
+    tau(target, TURNS, records)
+    assert len(records.of("plain", "tau", TURNS)) < 6 and [r.id for r in records.of("plain", "tau", TURNS) if not r.turn] == ["0", "1", "2"]
+
+
+def test_prompt_is_put_without_the_switches(make_tokenizer: Callable[..., Any], target: Target) -> None:
+    switched = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if deep %}w50 {% endif %}"
+    other = Target(model=target.model, tokenizer=make_tokenizer(100, switched), name="switched")
+    assert [measure.context_of(other, PROMPTS[0], template=t)[-1] for t in ({}, {"deep": True})] == [20, 50]
+
+
+def test_thinking_is_taken_for_the_answer(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer(20)
+    assert measure.think_tokens(tokenizer, [1, 2], [6, 7]) == 0
+    tokenizer.add_tokens(["<think>", "</think>"])
+    begin, end = (tokenizer.convert_tokens_to_ids(word) for word in ("<think>", "</think>"))
+    found = [measure.think_tokens(tokenizer, *pair) for pair in (
+        ([1], [begin, 6, end, 7]), ([1, begin, 6], [6, end]), ([1], [6, 7]), ([1], [begin, 6]), ([1, begin, 6], [6, 7]),
+    )]  # fmt: skip
+    assert found == [3, 2, 0, 2, 2]
 
 
 def test_file_holds_other_figures_than_the_run(tmp_path: Path) -> None:
@@ -119,7 +183,7 @@ def test_file_holds_other_figures_than_the_run(tmp_path: Path) -> None:
     records = Records(tmp_path / "below" / "r.jsonl", "k")
     records.add([record])
     assert Records(tmp_path / "below" / "r.jsonl", "k").found == records.found
-    kept = records.found["a", "speed", "1"]
+    (kept,) = records.found["k", "a", "speed", "1"].values()
     assert replace(kept, rounds=[]) == replace(record, rounds=[])
     assert kept.rounds[0].seconds["verify"] == pytest.approx(0.123456789, abs=1e-6) and kept.rounds[1] == rounds[1]
 
@@ -152,8 +216,22 @@ def test_speed_is_measured_again_or_in_one_batch(target: Target, calls: Counter,
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))  # the last one, of "plain"
     speed(target, arms, PROMPTS[:2], Records(path, "k"))
     assert len(calls.prompts) == 6 + 3 and len(path.read_text().splitlines()) == 6
-    for record in records.found.values():
+    for record in (record for runs in records.found.values() for record in runs.values()):
         assert record.mode == "speed" and 0 < record.decode_seconds <= record.seconds and len(record.tokens) <= 5
+
+
+def test_slow_run_of_several_decides(target: Target, scripted: Any, tmp_path: Path) -> None:
+    """A B A B: every arm goes over a prompt again before the next one, and the run of median time counts."""
+    path, arms = tmp_path / "r.jsonl", [PLAIN, Arm("guess", scripted(lambda ids: [(7, 0)]), Chain(1))]
+    records = Records(path, "k")
+    measure_speed(target, arms, PROMPTS[:2], records, max_new_tokens=5, baseline=False, repeats=3)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["arm"], row["id"], row["repeat"]) for row in rows[:7]] == [
+        ("plain", "0", 0), ("guess", "0", 0), ("plain", "0", 1), ("guess", "0", 1), ("plain", "0", 2), ("guess", "0", 2), ("guess", "1", 0),
+    ]  # fmt: skip
+    (chosen,) = records.of("plain", "speed", PROMPTS[:1])
+    times = sorted(row["decode_seconds"] for row in rows if (row["arm"], row["id"]) == ("plain", "0"))
+    assert len(times) == 3 and chosen.decode_seconds == times[1]
 
 
 def test_baseline_answers_otherwise_or_leaves_the_target_changed(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,10 +338,10 @@ def test_16_bits_are_held_to_32(level: Callable[..., Target]) -> None:
 def test_counts_over_prompts_are_mixed_up(level: Callable[..., Target]) -> None:
     target = level(0.0)
     prompts = [replace(PROMPT, id=i) for i in "xyz"]
-    found = compare(target, [answer(A), answer(B), answer(C)], [answer(A)] * 3, prompts)
-    assert found == Exactness(prompts=3, equal=1, ties=1, failed=["z"])
+    said, plain = ([replace(answer(token), id=i) for i, token in zip("xyz", tokens, strict=True)] for tokens in ((A, B, C), (A, A, A)))
+    assert compare(target, said, plain, prompts) == Exactness(prompts=3, equal=1, ties=1, failed=["z"])
     with pytest.raises(ValueError):
-        compare(target, [answer(A)], [answer(A)] * 2, prompts[:2])
+        compare(target, said[:1], plain[:2], prompts[:2])
 
 
 def suite(folder: Path, prompts: dict[str, int], rows: dict[str, list[dict[str, Any]]], **changes: Any) -> Suite:
@@ -316,7 +394,7 @@ def test_fewer_prompts_than_wanted_are_taken(target: Target, tmp_path: Path) -> 
     """RB1."""
     with pytest.raises(ValueError, match="suite s wants 13 a prompts of at most 12 tokens, 12 fit"):
         suite_prompts(suite(tmp_path, {"a": 13}, {"a": ROWS}), target, tmp_path)
-    with pytest.raises(ValueError, match=r"the domain b, and there is no .*b\.jsonl; its folder .* is looked for in .*, two folders above"):
+    with pytest.raises(ValueError, match=r"the domain b, and there is no .*b\.jsonl; its files are looked for in .*, two folders above"):
         suite_prompts(suite(tmp_path, {"a": 1, "b": 1}, {"a": ROWS}), target, tmp_path)
 
 

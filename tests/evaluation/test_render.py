@@ -249,6 +249,7 @@ def test_tau_of_draws_stands_without_rule_and_temperature() -> None:
 def test_advice_comes_before_numbers() -> None:
     report = invented_report()
     for text in (render_html(report), render_markdown(report)):
+        text = text.replace('<a href="#domains">By domain</a>', "")  # the way there
         places = [text.index(part) for part in (report["advice"][0], report["advice"][1], "By domain", "Tokens per pass", "Exactness")]
         assert places == sorted(places)
 

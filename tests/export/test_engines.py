@@ -20,7 +20,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectrain.export import folder
-from spectrain.export.engines import FORMATS, export_eagle3, export_head, needs_target, serve_command
+from spectrain.export.eagle3 import export_eagle3
+from spectrain.export.engines import FORMATS, export_head, needs_target, serve_command
 from spectrain.heads.base import load_head, save_head
 
 LLAMA3 = {
@@ -294,7 +295,8 @@ def test_head_of_another_width_carries_its_own_embedding(tmp_path: Path) -> None
     expected_VH = (embed_VW @ head_tensors(config)["embed_proj.weight"].T).bfloat16()
     assert torch.equal(written["embed_tokens.weight"], expected_VH) and "embed_proj.weight" not in written
     assert (read_config(out)["hidden_size"], read_config(out)["target_hidden_size"]) == (8, 16)
-    assert needs_target(head) and not needs_target(write_head(tmp_path / "same", head_config()))
+    same = write_head(tmp_path / "same", head_config())
+    assert needs_target(head, "vllm") and not needs_target(same, "vllm") and needs_target(same, "speculators")
     for wrong, found in ((None, "none was given"), (embed_VW[:39], r"\[39, 16\] was given")):
         with pytest.raises(ValueError, match=found):
             export_eagle3(head, tmp_path / "other", embed_VW=wrong)
@@ -485,14 +487,15 @@ def test_failed_export_leaves_the_earlier_one(head_dir: Path, tmp_path: Path, mo
 
 
 def test_every_format_name_leads_to_a_writer(head_dir: Path, tmp_path: Path) -> None:
-    folders = [export_head(head_dir, name, tmp_path / name) for name, kinds in FORMATS.items() if "eagle3" in kinds]
+    flat = [name for name, kinds in FORMATS.items() if "eagle3" in kinds and name != "speculators"]
+    folders = [export_head(head_dir, name, tmp_path / name) for name in flat]
     assert len(folders) == 3
     assert len({(folder / "config.json").read_bytes() for folder in folders}) == 1
     assert read_config(export_head(head_dir, "vllm", tmp_path / "half", dtype="bfloat16"))["torch_dtype"] == "bfloat16"
 
 
 def test_unknown_format_names_the_known_ones(head_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'gguf' is unknown; choose one of eagle3, vllm, sglang"):
+    with pytest.raises(ValueError, match="'gguf' is unknown; choose one of eagle3, vllm, speculators, sglang"):
         export_head(head_dir, "gguf", tmp_path / "out")
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spectrain.export.engines import export_eagle3
+from spectrain.export.eagle3 import export_eagle3
 from spectrain.export.flat import head_from_flat, read_flat
 from spectrain.heads.base import load_head, vocabulary_hash
 
@@ -41,15 +41,33 @@ def test_exported_head_comes_back_whole(tmp_path: Path, variant: str, dtype: str
     assert flat.tensors.keys() == written.keys()
     for name, tensor in written.items():
         expected = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
-        if name == "embed_proj.weight":  # the folder holds its product with the embedding
-            torch.testing.assert_close(flat.tensors[name].float(), tensor, rtol=0, atol=1e-5 if dtype == "float32" else 1e-2)
-        else:
-            assert flat.tensors[name].dtype == expected.dtype and torch.equal(flat.tensors[name], expected), name
+        assert flat.tensors[name].dtype == expected.dtype and torch.equal(flat.tensors[name], expected), name
     head, notes = head_from_flat(out, target_layers=LAYERS, vocab_size=40, embed_VW=embed_VW)
     before = load_head(head_dir)
     assert head.config == before.config and head.made_with.items() >= {"target": "org/model", "tokenizer_sha256": "1" * 64}.items()
-    assert notes == (("embed_proj.weight is computed back from embed_tokens.weight",) if "embed_proj.weight" in written else ())
+    assert notes == ()
     assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_projection_of_another_trainer_is_lost(tmp_path: Path, dtype: str) -> None:
+    """A folder without our file holds the product of projection and embedding alone."""
+    config = head_config(**VARIANTS["narrower"])
+    out = export_eagle3(write_head(tmp_path / "head", config), tmp_path / "out", embed_VW=embedding(config), dtype=dtype)
+    (out / "embed_proj.spectrain").unlink()
+    flat = read_flat(out, target_layers=LAYERS, embed_VW=embedding(config))
+    assert flat.notes == ("embed_proj.weight is computed back from embed_tokens.weight",)
+    expected = head_tensors(config)["embed_proj.weight"]
+    torch.testing.assert_close(flat.tensors["embed_proj.weight"].float(), expected, rtol=0, atol=1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_projection_that_does_not_make_the_table_is_taken(tmp_path: Path) -> None:
+    config = head_config(**VARIANTS["narrower"])
+    out = export_eagle3(write_head(tmp_path / "head", config), tmp_path / "out", embed_VW=embedding(config))
+    for other, message in ((torch.ones(8, 16), "no projection of the target's embedding"), (torch.ones(8, 15), r"is \[8, 15\], needed")):
+        save_file({"embed_proj.weight": other}, out / "embed_proj.spectrain")
+        with pytest.raises(ValueError, match=message):
+            read_flat(out, target_layers=LAYERS, embed_VW=embedding(config))
 
 
 def test_exported_head_over_the_whole_vocabulary_comes_back(tmp_path: Path) -> None:
@@ -228,9 +246,9 @@ def test_layer_ids_count_states_or_outputs(tmp_path: Path, config: dict[str, Any
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
-        ({"eagle_config": {KEY: [1, 4, 6]}}, {}, "give notation='hs' or 'output'"),
-        ({KEY: [1, 3, 4]}, {}, "give notation"),  # their training default, under a key that engines take for states
-        ({KEY: [1, 4, 6], "eagle_config": {KEY: [1, 4, 6]}}, {}, "give notation"),
+        ({"eagle_config": {KEY: [1, 4, 6]}}, {}, "notation='hs' or 'output'"),
+        ({KEY: [1, 3, 4]}, {}, "notation='hs'"),  # their training default, under a key that engines take for states
+        ({KEY: [1, 4, 6], "eagle_config": {KEY: [1, 4, 6]}}, {}, "notation='hs'"),
         ({}, {"layers": 6}, r"hs\[2, 3, 3\] are named and fc.weight reads 3"),
         ({KEY: [1, 4]}, {}, r"hs\[1, 4\] are named and fc.weight reads 3"),
         ({KEY: [1, 4, 9]}, {}, "different ones from 1 to 7"),
@@ -298,7 +316,7 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "other width, no embedding": ({"target_hidden_size": 12, KEY: [1, 2, 4, 6]}, spoiled(), "16 wide, its target 12"),
     "P-EAGLE": ({}, spoiled(mask_hidden=random(1, 1, 48)), "P-EAGLE"),
     "DFlash": ({"dflash_config": {}}, spoiled(), "DFlash"),
-    "other speculators": ({"speculators_model_type": "mtp"}, spoiled(), "speculators mtp head"),
+    "other speculators": ({"speculators_model_type": "mtp"}, spoiled(), "speculators_model_type 'mtp'"),
     "Qwen3 layers": ({}, spoiled(layers__0__self_attn__q_norm__weight=random(8)), "Qwen3 layers"),
     "EAGLE-1": ({}, spoiled(midlayer__hidden_norm__weight=None), "EAGLE-1"),
     "biases": ({}, spoiled(fc__bias=random(16)), "fc.bias is not zero"),

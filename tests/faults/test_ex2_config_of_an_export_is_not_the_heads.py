@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spectrain.export.engines import export_eagle3
+from spectrain.export.eagle3 import export_eagle3
 from spectrain.export.flat import head_from_flat
 from spectrain.heads.base import save_head
 from spectrain.target.model import Target

@@ -20,6 +20,7 @@ from spectrain.training.start import last_layer
 D = runpy.run_path(str(Path(__file__).with_name("drafting.py")))
 VARIANTS: dict[str, dict[str, Any]] = {
     "plus plus": {}, "plain": {"prefix": False}, "three blocks": {"num_layers": 3}, "window": {"sliding_window": 3},
+    "original": {"original": True, "num_layers": 2},
     "deeper": {"num_heads": 6, "num_layers": 2, "prefix": False},
 }  # fmt: skip
 PROMPTS = [[9, 55, 31], [7], [50, 51, 52, 7, 50, 51, 52, 7]]
@@ -36,15 +37,18 @@ def test_training_sees_other_context_than_drafting(target: Target, name: str) ->
 
 @pytest.mark.parametrize(
     ("name", "states"),
-    [("plus plus", range(-3, 1)), ("plain", range(1)), ("window", range(-2, 1)), ("deeper", range(1)), ("three blocks", range(-3, 1))],
-)
+    [
+        ("plus plus", range(-3, 1)), ("plain", range(1)), ("window", range(-2, 1)), ("deeper", range(1)), ("three blocks", range(-3, 1)),
+        ("original", range(-3, 1)),
+    ],
+)  # fmt: skip
 def test_head_reads_other_tokens_than_those_before_its_own(target: Target, name: str, states: range) -> None:
     """Step k of row i: tokens i + 1 ... i + 1 + k, and the states that the prefix layer sees."""
     D["reads_only"](head_of(target, name), target, tokens=[range(1, k + 2) for k in range(4)], states=[states] * 4)
     D["neighbours_unseen"](head_of(target, name), target)
 
 
-@pytest.mark.parametrize("name", ["plus plus", "plain", "window"])
+@pytest.mark.parametrize("name", ["plus plus", "plain", "window", "original"])
 @pytest.mark.parametrize("pieces", [[1] * 10, [4, 6], [9, 1]])
 def test_settled_tokens_in_pieces_read_otherwise(target: Target, pieces: list[int], name: str) -> None:
     D["portions_agree"](head_of(target, name), target, pieces)
@@ -109,7 +113,7 @@ def test_frozen_output_is_trained(target: Target) -> None:
     assert {n for n, p in head.named_parameters() if not p.requires_grad} == {f"lm_head.{k}.weight" for k in range(4)}
 
 
-@pytest.mark.parametrize("name", ["plus plus", "plain", "three blocks"])
+@pytest.mark.parametrize("name", ["plus plus", "plain", "three blocks", "original"])
 def test_checkpointing_or_autocast_changes_gradients(target: Target, name: str) -> None:
     D["checkpointing_agrees"](head_of(target, name), target)
     D["autocast_agrees"](head_of(target, name), target)
@@ -124,7 +128,7 @@ def test_states_of_another_precision_change_the_draft(target: Target, of_head: t
 SHAPES = [Chain(4), Chain(2), Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)]), Tree.dynamic(3, 4, 12)]
 
 
-@pytest.mark.parametrize("name", ["plus plus", "plain"])
+@pytest.mark.parametrize("name", ["plus plus", "plain", "original"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_generation_differs_from_plain_decoding(target: Target, shape: Any, name: str) -> None:
     settings = {"eos": None, "max_new_tokens": 12}

@@ -14,7 +14,8 @@ from spectrain.cli.wiring import as_drafter
 from spectrain.config import Recipe, Suite, load_config
 from spectrain.data.formats import Prompt, read_conversations
 from spectrain.data.masking import encode_conversation
-from spectrain.evaluation.measure import Arm, Records, compare, measure_tau, suite_prompts
+from spectrain.evaluation.measure import Arm, Records, compare, measure_tau
+from spectrain.evaluation.suites import suite_prompts
 from spectrain.target.model import Target
 
 ROOT = Path(__file__).parents[2]

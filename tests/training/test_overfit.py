@@ -35,12 +35,14 @@ HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"kind": "medusa", "num_heads": K},
     "medusa, shared output": {"kind": "medusa", "num_heads": K, "num_layers": 2, "shared_output": True},
     "hydra": {"kind": "hydra", "num_heads": K},
+    "hydra, original": {"kind": "hydra", "num_heads": K, "original": True},
     "hydra, no prefix": {"kind": "hydra", "num_heads": K, "num_layers": 2, "prefix": False},
     "eagle": {"kind": "eagle"},
 }
 
 
-SLOW = ("two layers, norm_output", "eagle", "medusa, shared output")  # half a minute together; their plain forms stay
+RARER = ("eagle", "hydra, original")
+SLOW = ("two layers, norm_output", "eagle", "medusa, shared output", "hydra, original")  # half a minute together; their plain forms stay
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_conversation_learnt_by_heart_is_not_drafted(target: Target, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own doing
-@pytest.mark.parametrize("name", [pytest.param("eagle", marks=pytest.mark.slow), "medusa", "hydra", "hydra, no prefix"])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "hydra, no prefix", *(pytest.param(name, marks=pytest.mark.slow) for name in RARER)])
 def test_settings_that_change_no_result_do(target: Target, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled layers (by a backend that runs the graph as it is), activations made again, lines of several documents; beside Muon."""
     compile_as_usual = torch.compile

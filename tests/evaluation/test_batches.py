@@ -1,0 +1,115 @@
+"""The bench by batch: pairs in turns, prompts that run to the end, and a table that measured speeds overrule."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spectrain.decoding.shapes import Chain
+from spectrain.drafters.lookup import NGram
+from spectrain.evaluation import batches
+from spectrain.evaluation.batches import Bench, Kept, calibrate, measure
+from spectrain.target.model import Target
+from spectrain.yields import Costs
+
+COSTS = Costs(seconds=1.0, v=(1.0, 1.0, 1.0, 1.0), c=0.1)  # by these, three drafts pay
+
+
+def bench_of(target: Any, prompts: list[list[int]], **changes: Any) -> Bench:
+    settings = {"batches": (1, 4), "max_new_tokens": 6, "repeats": 2, "least": 3, "context": 16, "compile": False}
+    return Bench(target, prompts, **{**settings, **changes})
+
+
+def test_short_answers_leave_the_batch(target: Target, fresh_greedy: Callable[..., list[int]]) -> None:
+    prompts = [[7 + i, 40 + 3 * i, 12 + 5 * i] for i in range(12)]
+    ends = [i for i, ids in enumerate(prompts) if 1 in fresh_greedy(target, ids, 6)]
+    found = calibrate(bench_of(target, prompts), NGram(), Chain(3))
+    assert found["prompts"] == [i for i in range(12) if i not in ends]
+    assert len(found["survival"]) == 3 and found["survival"] == sorted(found["survival"], reverse=True)
+
+
+def test_no_answer_is_long_enough(table_of_ends: Target) -> None:
+    with pytest.raises(ValueError, match="lower --max-new-tokens"):
+        calibrate(bench_of(table_of_ends, [[2], [3]]), NGram(), Chain(2))
+
+
+@pytest.fixture
+def table_of_ends(make_table_target: Callable[..., Target]) -> Target:
+    """A target whose every answer is the end."""
+    import torch
+
+    table_VV = torch.zeros(8, 8)
+    table_VV[:, 1] = 9.0
+    return make_table_target(table_VV)
+
+
+def test_pairs_take_other_prompts_than_they_say() -> None:
+    bench = bench_of(None, [[i] for i in range(5)])
+    assert [bench.pairs(b) for b in (1, 2, 4)] == [3, 2, 2]
+    assert bench.rows(4, 0, [0, 1, 3]) == [[0], [1], [3], [0]] and bench.rows(4, 1, [0, 1, 3]) == [[1], [3], [0], [1]]
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, rates: Callable[[int, int, bool], float], costs: Costs = COSTS) -> list[tuple[int, int, bool]]:
+    """Turns whose tokens a second are `rates(rows, depth, adaptive)`; returns the turns that are made."""
+    made: list[tuple[int, int, bool]] = []
+
+    def turn(bench: Bench, rows: Any, way: Any, max_new_tokens: int | None = None) -> dict[str, Any]:
+        drafter, shape, policy = way
+        depth = shape.depth if shape else 0
+        if max_new_tokens is None:
+            made.append((len(rows), depth, policy is not None))
+        rate = rates(len(rows), depth, policy is not None)
+        return {"draft": 0.1 * depth, "verify": 1.0, "other": 0.0, "tokens": 1.0 + 0.5 * depth, "nodes": depth, "depth": depth,
+                "tokens_per_s": rate, "mode": "eager"}  # fmt: skip
+
+    monkeypatch.setattr(batches, "turn", turn)
+    monkeypatch.setattr(batches, "calibrate", lambda *a: {"prompts": [0, 1, 2], "survival": [0.6, 0.3, 0.02], "rounds": 9})
+    monkeypatch.setattr(batches, "measure_costs", lambda *a, **k: costs)
+    return made
+
+
+def test_arms_do_not_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fake(monkeypatch, lambda rows, depth, adaptive: 10.0 * rows * (1.5 if depth else 1.0))
+    bench = bench_of(None, [[5]] * 3, batches=(4,), repeats=4)
+    found = measure(bench, Kept(tmp_path / "runs.jsonl", "k"), "ngram", NGram(), Chain(3), print)
+    # plain, always, adaptive, and the table's depth, which is another one; each pair begins with the next of them.
+    order = [(4, 0, False), (4, 3, False), (4, 3, True), (4, 2, False)]
+    assert made == [arm for pair in range(4) for arm in order[pair:] + order[:pair]]
+    (row,) = found["rows"]
+    assert (row["k"], row["speedup"], row["lo"], row["hi"], row["pairs"]) == (2, 1.5, 1.5, 1.5, 4)
+    assert (row["plain"], row["speculative"], row["table"]) == (40.0, 60.0, 60.0) and found["verified"]["met"]
+    assert row["predicted"] == pytest.approx(1.92 / 1.3) and row["break_even"] == pytest.approx(1.3) and row["tau"] == 2.5
+
+
+def test_prediction_outweighs_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs predict a gain where drafting loses: the table drafts nothing there, and the adaptive policy is found too slow."""
+    fake(monkeypatch, lambda rows, depth, adaptive: 10.0 * rows * ((0.7 if rows > 1 else 1.4) if depth else 1.0))
+    told: list[str] = []
+    found = measure(bench_of(None, [[5]] * 3), Kept(tmp_path / "runs.jsonl", "k"), "ngram", NGram(), Chain(3), told.append)
+    assert [row["k"] for row in found["rows"]] == [2, 0] and found["corrected"] == {4: 2} and "depth 0 instead of 2 at batch 4" in told[0]
+    assert found["policy"]["vllm"]["num_speculative_tokens_per_batch_size"] == [[1, 1, 2], [2, 4, 0]] and found["flips_at"] == 4
+    missed = [(row["batch"], row["policy"]) for row in found["verified"]["rows"] if not row["met"]]
+    assert missed == [(4, "adaptive")] and not found["verified"]["met"]
+
+
+def test_kept_results_are_made_again(tmp_path: Path) -> None:
+    made: list[int] = []
+    make = lambda: made.append(1) or {"x": 1.5}  # noqa: E731
+    kept = Kept(tmp_path / "runs.jsonl", "a")
+    assert kept.once(make, "pair", 1) == kept.once(make, "pair", 1) == {"x": 1.5} and made == [1]
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"key": "a", "of": ["pai')  # cut off
+    again = Kept(tmp_path / "runs.jsonl", "a")
+    assert again.has("pair", 1) and not again.has("pair", 2) and not Kept(tmp_path / "runs.jsonl", "b").has("pair", 1)
+    again.once(make, "pair", 2)
+    assert Kept(tmp_path / "runs.jsonl", "a").has("pair", 2)
+
+
+def test_speed_of_a_turn_is_of_one_row(target: Target) -> None:
+    bench = bench_of(target, [])
+    found = batches.turn(bench, [[7, 40, 12]] * 3, (NGram(), Chain(2), None))
+    seconds = found["draft"] + found["verify"] + found["other"]
+    assert found["tokens_per_s"] == pytest.approx(3 * found["tokens"] / seconds) and found["mode"] == "eager"
+    assert SimpleNamespace(**found).nodes <= 2
