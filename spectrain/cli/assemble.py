@@ -21,8 +21,8 @@ from spectrain.evaluation.policy import advice_by_service
 from spectrain.evaluation.processes import Processes
 from spectrain.evaluation.records import Records
 from spectrain.evaluation.schema import ALL, MICRO
-from spectrain.evaluation.suites import suite_hash, told_of_suite
-from spectrain.evaluation.told import advice, losses, remarks
+from spectrain.evaluation.suites import suite_hash, told_of_suite, too_long
+from spectrain.evaluation.told import FREE, advice, losses, remarks
 from spectrain.target.model import Target
 from spectrain.yields import Costs
 
@@ -88,9 +88,14 @@ def report_of(
             lambda: figures.exactness(target, arms, records, run.prompts, run.chosen, run.suite.template_kwargs)
         )
     tau, speed = figures.tau_tables(arms, records, run.prompts), figures.speed_tables(timed, records, run.chosen)
-    few, missing = min(map(len, run.chosen.values())), sum(figures.left_out(records, a.name, run.prompts) for a in arms if a.shape is None)
+    missing = sum(figures.left_out(records, a.name, run.prompts) for a in arms if a.shape is None)
+    told = remarks(
+        c, min(map(len, run.chosen.values())), missing, too_long(c, run.prompts, run.root), any(d.label not in FREE for d in run.drafters)
+    )
     head = next((d.head for d in run.drafters if d.head is not None), None)
-    of_tree = [] if run.tree is None else tree_notes(run.tree, target, head, run.every, temperature=max(c.temperatures))
+    of_tree = [] if run.tree is None else tree_notes(
+        run.tree, target, head, run.every, temperature=max(c.temperatures), template=run.suite.template_kwargs
+    )
     suite = told_of_suite(run.suite, run.prompts, target, run.root)
     report = {
         "format": FORMAT, "title": extra.get("title", f"Speculative decoding of {target.name}"),
@@ -101,7 +106,7 @@ def report_of(
         "baseline": figures.baseline(records, timed[0].name, run.timed),
         "slices": figures.sliced(arms, records, run.prompts, {t: entropies(found) for t, found in looked.items()}),
         "pairs": figures.paired(arms, records, run.prompts), **_alphas(run, arms, looked),
-        "keys": {arm.name: run.keys[arm.name, "tau"] for arm in arms}, "notes": [*notes, *remarks(c, few, missing), *of_tree],
+        "keys": {arm.name: run.keys[arm.name, "tau"] for arm in arms}, "notes": [*notes, *told, *of_tree],
         "tree": run.tree and {"file": run.tree.path, "paths": run.tree.shape.paths},
         **{key: extra[key] for key in ("coverage", "training") if key in extra},
     }  # fmt: skip

@@ -16,6 +16,7 @@ from spectrain.heads.base import kind_of
 
 NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "medusa": "Medusa", "hydra": "Hydra"}
 UNSERVED = ("hydra",)  # kinds that no engine reads
+DEPTH = 4  # of the chain that is shown
 PAPERS = {"eagle3": "2503.01840", "eagle": "2401.15077", "medusa": "2401.10774", "hydra": "2402.05109"}
 
 
@@ -44,7 +45,7 @@ def model_card(head: Any, origin: Origin, report: Mapping[str, Any] | None) -> s
         tags=["speculative-decoding", "draft-head", kind], **fields,
     )  # fmt: skip
     parts = [
-        f"# {name}", _what(head, kind, origin), "## Acceptance", _acceptance(parsed, head), "## Use", _use(kind, origin),
+        f"# {name}", _what(head, kind, origin), "## Acceptance", _acceptance(parsed, head), "## Use", _use(head, kind, origin),
         "## Training", _training(head, origin), "## Limits", _limits(head, origin, parsed), "## Licence", _licence(origin),
     ]  # fmt: skip
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"
@@ -136,23 +137,42 @@ def _cell(cell: Any, key: str = "tau", unit: str = "") -> str:
     return "–" if value is None else f"{value:.2f}{unit}{_between(cell)}"
 
 
-def _use(kind: str, origin: Origin) -> str:
+def _loading(head: Any, origin: Origin) -> list[str]:
+    """The lines that load head and target."""
+    refused = "# refused where the target is another one than the head was trained for"
+    if head.adapter is not None:
+        return [
+            "from huggingface_hub import snapshot_download",
+            f'folder = snapshot_download("{origin.repo}")',
+            f'target = st.load_target("{origin.base_model}", adapter=folder)  # merged into its weights',
+            f"head = st.load_head(folder, target)  {refused}",
+        ]
+    bits = f', quantization="{bits}"' if (bits := head.made_with.get("quantization")) else ""
+    return [f'target = st.load_target("{origin.base_model}"{bits})', f'head = st.load_head("{origin.repo}", target)  {refused}']
+
+
+def _use(head: Any, kind: str, origin: Origin) -> str:
+    shape = f"st.Chain({min(DEPTH, head.max_depth or DEPTH)})"
     parts = [
         "```python",
         "import spectrain as st",
-        f'target = st.load_target("{origin.base_model}")',
-        f'head = st.load_head("{origin.repo}", target)  # refused where the target is another one than the head was trained for',
-        'result = st.generate(target, [[{"role": "user", "content": "Name three colours."}]], drafter=head, shape=st.Chain(4))',
+        *_loading(head, origin),
+        f'result = st.generate(target, [[{{"role": "user", "content": "Name three colours."}}]], drafter=head, shape={shape})',
         "```",
     ]
     if kind in UNSERVED:
-        return "\n".join([*parts, "", f"No engine reads {NAMES[kind]} heads."])
+        also = "".join(f" `{folder}/` is the folder of the original code." for folder in origin.serve)
+        return "\n".join([*parts, "", f"No engine reads {NAMES[kind]} heads.{also}"])
     formats = [name for name, kinds in FORMATS.items() if kind in kinds]
     for folder, commands in origin.serve.items():
         download = f'hf download {origin.repo} --include "{folder}/*" --local-dir head'
         parts += ["", f"In an engine, from `{folder}/` of this repository:", "", "```bash", download, *commands, "```"]
-    parts += ["", f"Any format ({', '.join(formats)}), and the command that serves it:", "", "```bash"]
-    parts += [f"hf download {origin.repo} --local-dir head", "spectrain export head --to FORMAT --out exported", "```"]
+    told = f"The folder of a format ({', '.join(formats)}; what cannot be said in one is refused), and the command that serves it:"
+    parts += ["", told, "", "```bash", f"hf download {origin.repo} --local-dir head"]
+    if head.adapter is not None:
+        parts.append(f"spectrain export head --to merged --target {origin.base_model} --out merged")
+    target = origin.base_model if head.adapter is None else "merged"
+    parts += [f"spectrain export head --to FORMAT --target {target} --out exported", "```"]
     return "\n".join(parts)
 
 
@@ -160,11 +180,11 @@ def _training(head: Any, origin: Origin) -> str:
     made = head.made_with
     versions = ", ".join(f"{name} {version}" for name, version in made.get("versions", {}).items() if version)
     revision = f" at revision {made['target_revision']}" if made.get("target_revision") else ""
-    return "\n".join([
-        f"On hidden states of the frozen model{revision}; settings in `run.yaml`, versions and hashes (tokenizer, template, weights, rows) "
-        f"in `made_with.json`. Made with {versions}.",
-        "", origin.data,
-    ])  # fmt: skip
+    frozen = "the model, which an adapter changed meanwhile" if made.get("adapter_sha256") else "the frozen model"
+    told = f"On hidden states of {frozen}{revision}; settings in `run.yaml`. Made with {versions}."
+    if folder := made.get("imported_from"):
+        told = f"Taken over from `{folder}`, the folder of another program or of an engine, with {versions}."
+    return f"{told} Versions and hashes are in `made_with.json`.\n\n{origin.data}"
 
 
 def _limits(head: Any, origin: Origin, report: Report | None) -> str:
@@ -184,7 +204,8 @@ def _limits(head: Any, origin: Origin, report: Report | None) -> str:
     if bits := made.get("quantization"):
         told.append(f"It was trained on states of the model with its weights in {bits}.")
     if made.get("adapter_sha256"):
-        told.append("It was trained together with an adapter (`adapter/`) that changes the model's answers; both are used together.")
+        where = "an adapter (`adapter/`)" if head.adapter is not None else "an adapter, merged into the copy that it was trained on,"
+        told.append(f"It was trained together with {where} that changes the model's answers; both are used together.")
     cells = [] if report is None else [report.tau_of(arm.name, domain) for arm in _arms(report, head) for domain in report.domains]
     if few := min((cell.prompts for cell in cells if cell is not None), default=0):
         told.append(f"Measured on as few as {few} prompts a domain; figures of speed are of one machine.")

@@ -24,11 +24,10 @@ def parse_drafters(texts: Sequence[str]) -> list[tuple[str, str]]:
         kind, _, place = text.partition(":")
         if (kind not in ("none", "ngram", "suffix") or place) and not (kind in ("head", "model") and place):
             raise ValueError(f"drafter {text!r} is unknown; needed {KINDS}, such as --drafters ngram,head:runs/eagle3/head")
-        if kind != "none":
-            found.append((kind, place))
-    if twice := [text for text in texts if texts.count(text) > 1]:
-        raise ValueError(f"drafter {twice[0]!r} is there twice; name each once")
-    return found
+        found.append((kind, str(Path(place)) if kind == "head" else place))
+    if twice := [text for text, drafter in zip(texts, found, strict=True) if found.count(drafter) > 1]:
+        raise ValueError(f"drafter {twice[-1]!r} is there twice; name each once")
+    return [(kind, place) for kind, place in found if kind != "none"]
 
 
 def heads_of(drafters: Sequence[tuple[str, str]]) -> list[Path]:
@@ -43,7 +42,11 @@ def heads_of(drafters: Sequence[tuple[str, str]]) -> list[Path]:
 def open_drafters(drafters: Sequence[tuple[str, str]], target: Target) -> list[Named]:
     """The drafters for a target, each under a name of its own: `head` and `model`, or of several the ends of their paths that differ."""
     named = {kind: _names([place for k, place in drafters if k == kind], kind) for kind in ("head", "model")}
-    return [_opened(kind, place, named.get(kind, {}).get(place, kind), target) for kind, place in drafters]
+    found = [_opened(kind, place, named.get(kind, {}).get(place, kind), target) for kind, place in drafters]
+    names = [d.name for d in found]
+    if alike := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two drafters would both be called {alike[0]} in the report; rename the folder of one")
+    return found
 
 
 def free_drafters() -> list[Named]:

@@ -19,6 +19,7 @@ from spectrain.evaluation.anatomy import Anatomy
 from spectrain.evaluation.arms import AUTO, Named, Written, arms_of, chain_arm, keys_of
 from spectrain.evaluation.gates import Gate, check, check_names
 from spectrain.evaluation.measure import BASELINE, Arm, Draws, measure_speed, measure_tau
+from spectrain.evaluation.paired import shared
 from spectrain.evaluation.processes import ALONE, Processes
 from spectrain.evaluation.records import Records
 from spectrain.evaluation.speed import advise_depth
@@ -35,18 +36,22 @@ class Inexact(ValueError):
 def evaluate(
     target: Target, head: Any, config: EvaluationConfig, out: Path, root: Path, *, extra: Mapping[str, Any], say: Any,
     processes: Processes = ALONE, drafters: Sequence[Named] | None = None, gates: Sequence[Gate] = (),
+    other: tuple[Path, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure plain decoding and drafters in their shapes; returns the report (see evaluation/render.py).
 
     drafters: None are n-gram lookup and the head (head: None leaves it out). At temperature 0 every answer is compared with plain decoding
     (`check_exact`). Of several processes each answers its share of the prompts, the main one times, and all return the report. gates:
-    conditions whose outcome goes into the report.
+    conditions whose outcome goes into the report. other: file and content of an earlier report that must have an arm of this one.
     """
     begin = time.perf_counter()
     if drafters is None:
         drafters = [*free_drafters(), *([] if head is None else [named_head(head)])]
     run, arms = _open(target, drafters, config, out, root, say, processes)
-    check_names(gates, arms=[arm.describe() for arm in arms], domains=list(run.prompts))
+    described = [arm.describe() for arm in arms]
+    check_names(gates, arms=described, domains=list(run.prompts))
+    if other is not None:
+        shared({"arms": described}, other[1], file=str(other[0]))
     with run.spent("estimate"):
         _tell_hours(run, arms)
     for arm in arms:
@@ -102,8 +107,8 @@ def _give_keys(run: Run, arms: Sequence[Arm]) -> None:
 def _tell_hours(run: Run, arms: Sequence[Arm]) -> None:
     """Say before the work begins how long it takes at most."""
     c, template = run.config, run.suite.template_kwargs
-    timed = sum(arm.temperature in c.timed_temperatures for arm in arms) + 1
-    runs = 0 if run.records.has(arms[0].name, "speed", run.timed[-1].id) else timed * len(run.timed) * c.speed_repeats
+    timed = [*(arm.name for arm in arms if arm.temperature in c.timed_temperatures), BASELINE]
+    runs = sum(not run.records.has(n, "speed", p.id, 0, i) for n in timed for p in run.timed for i in range(c.speed_repeats))
 
     def seconds() -> tuple[float, float]:
         tau = estimate.seconds_of_tau(

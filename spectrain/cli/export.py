@@ -9,7 +9,7 @@ from spectrain.cli.capture import check_rows_of
 from spectrain.cli.joint import MERGED, check_merged, write_merged
 from spectrain.cli.start import check_no_run
 from spectrain.data.row_store import RowStore
-from spectrain.export.engines import FORMATS, drafts, export_head, needs_target, serve_command
+from spectrain.export.engines import FORMATS, NAMING, drafts, export_head, needs_target, serve_command
 from spectrain.export.families import head_from_folder
 from spectrain.export.flat import Notation
 from spectrain.export.layout import SPECULATORS
@@ -31,8 +31,7 @@ def export(head: Path, to: str, out: Path, target: str | None, dtype: str | None
         return
     if to in FORMATS and (head / "made_with.json").is_file():  # a missing head and an unknown format are told by the export itself
         check_merged(head, target)
-    rows = target_rows(head, to, target) if to in FORMATS and needs_target(head, to) else {}
-    folder = export_head(head, to, out, dtype=dtype, **rows)
+    folder = export_head(head, to, out, dtype=dtype, **of_target(head, to, target))
     print(f"wrote {folder}")
     config = json.loads((folder / "config.json").read_text())
     if config["spectrain"]["head"] == "hydra":
@@ -44,12 +43,15 @@ def export(head: Path, to: str, out: Path, target: str | None, dtype: str | None
         print(note)
 
 
-def target_rows(head: Path, to: str, name: str | None) -> dict[str, Any]:
-    """What `export_head` takes of the target, by name of the argument; ValueError without a target, or for another one than the head's."""
+def of_target(head: Path, to: str, name: str | None) -> dict[str, Any]:
+    """What `export_head` takes of the target, by name of the argument; ValueError where it takes rows and no target is named, or another
+    than the head's."""
+    if to not in FORMATS or not needs_target(head, to):
+        return {"verifier": {"name_or_path": served_name(head, name), "architectures": []}} if to in NAMING else {}
     if name is None:
         raise ValueError(f"{head} takes rows of its target in an engine, which are checked or go into the folder: add --target NAME")
     target = load_target(name)
-    check_head(load_head(head), target.fingerprints, target.name, target.tokenizer)
+    check_head(load_head(head), target.fingerprints, target.name, target.tokenizer, to_train=True)  # rows are the same in any precision
     verifier = {"name_or_path": served_name(head, name), "architectures": getattr(target.config, "architectures", None) or []}
     return {"embed_VW": target.embedding_VW, "output_VW": target.output_VW} | ({"verifier": verifier} if to == "speculators" else {})
 
@@ -57,7 +59,7 @@ def target_rows(head: Path, to: str, name: str | None) -> dict[str, Any]:
 def served_name(head: Path, target: str | None) -> str:
     """The target that an engine is to load: by its name in the training, but for one with an adapter merged into it."""
     made = json.loads((head / "made_with.json").read_text())
-    return str(made["target"] if target is None or "adapter_sha256" not in made else target)
+    return str(made.get("target") if target is None or "adapter_sha256" not in made else target)
 
 
 def import_head(
@@ -76,7 +78,7 @@ def import_head(
         raise ValueError(f"{out} is there already; choose another --out, or remove it")
     target = load_target(target_name, dtype=dtype)
     head, notes = head_from_folder(folder, target, layer_ids=layer_ids, notation=notation, rows=_ids_of(rows, target))
-    check_head(head, target.fingerprints, target.name, target.tokenizer)
+    check_head(head, target.fingerprints, target.name, target.tokenizer, to_train=True)
     for note in notes:
         say(f"{folder}: {note}")
     head.tokens = pack_tokens(target.tokenizer.get_vocab())

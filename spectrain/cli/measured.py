@@ -24,7 +24,7 @@ from spectrain.evaluation.gates import parse as parse_gate
 from spectrain.evaluation.paired import against
 from spectrain.evaluation.processes import open_processes
 from spectrain.evaluation.records import records_of
-from spectrain.evaluation.render import write_report
+from spectrain.evaluation.render import parse_report, write_report
 from spectrain.evaluation.suites import find_suite, suite_of
 from spectrain.evaluation.told import drawn_rules
 from spectrain.training.setup import made_with
@@ -138,7 +138,7 @@ def evaluate(asked: Asked, out: Path) -> None:
         processes.on_main(lambda: check_out(out, told_of(target, drafters, config, suite_of(config, root))))
         report = run_evaluation(
             target, None, config, out, root, extra={"versions": made_with(target, {})["versions"]}, processes=processes, drafters=drafters,
-            say=lambda text: console.print(text, markup=False, soft_wrap=True, highlight=False), gates=gates,
+            say=lambda text: console.print(text, markup=False, soft_wrap=True, highlight=False), gates=gates, other=other,
         )  # fmt: skip
 
         def tell() -> None:
@@ -183,9 +183,14 @@ def _earlier(path: Path | None) -> tuple[Path, dict[str, Any]] | None:
     if not file.is_file():
         raise ValueError(f"--against needs the report.json of an earlier evaluation, there is no {file}")
     try:
-        return file, json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{file} is damaged ({error}); `spectrain evaluate` writes it anew") from error
+    try:
+        parse_report(content)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return file, content
 
 
 def _tell(report: Mapping[str, Any], console: Console) -> None:

@@ -14,12 +14,12 @@ import yaml
 
 import spectrain
 from spectrain.cli.card import UNSERVED, Origin, model_card
-from spectrain.cli.export import DRAFTS, target_rows
+from spectrain.cli.export import DRAFTS, of_target
 from spectrain.cli.joint import check_merged
 from spectrain.cli.start import check_no_run, weights_hash
 from spectrain.data.formats import read_jsonl
-from spectrain.export.engines import FORMATS, export_head, needs_target, serve_command
-from spectrain.export.hub import CARD, HEAD_FILES, OPTIONAL, REPORT, licence_of, push_folder
+from spectrain.export.engines import export_head, serve_command
+from spectrain.export.hub import CARD, CONFIG, HEAD_FILES, OPTIONAL, REPORT, licence_of, push_folder
 from spectrain.heads.base import kind_of, load_head
 
 REPORT_FILES = ("report.json", "report.md", "report.html", "*.png")
@@ -50,8 +50,10 @@ def push(
     if dry_run is not None and dry_run.exists() and (not dry_run.is_dir() or any(dry_run.iterdir())):
         raise ValueError(f"{dry_run} is there already; choose another folder for --dry-run, or remove it")
     tell = (lambda *_: None) if as_json else say
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = dry_run or Path(temporary) / "head"
+    if dry_run is not None:
+        dry_run.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=dry_run.parent if dry_run else None, prefix=".push-") as temporary:
+        folder = Path(temporary) / "head"
         origin = write_repository(head, repo, wanted, folder)
         tell(f"licence {origin.licence['license']}, as of {origin.base_model}" + (" (as told)" if wanted.licence else ""))
         for line in _listing(folder):
@@ -60,7 +62,8 @@ def push(
             tell(f"names of this machine that are in it: {', '.join(paths)}")
         visible = "public" if public else "private"
         if dry_run is not None:
-            say(json.dumps(_files(folder))) if as_json else say(f"nothing was uploaded; {folder} would go to {repo} ({visible})")
+            folder.replace(dry_run)  # an empty folder may be there
+            say(json.dumps(_files(dry_run))) if as_json else say(f"nothing was uploaded; {dry_run} would go to {repo} ({visible})")
             return
         done = push_folder(folder, repo, public=public, revision=revision)
     if done.replaced and not done.same_weights:
@@ -99,9 +102,10 @@ def _report(folder: Path, head: Any) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); `spectrain evaluate` writes it anew") from error
-    of, own = report.get("made_of", {}).get("head"), weights_hash(head)[:12]
-    if of is not None and of != own:
-        raise ValueError(f"{path} is not of this head alone ({of}, needed {own}); evaluate it, or name its report")
+    made_of = report.get("made_of") if isinstance(report, dict) else None
+    of, own = made_of.get("head") if isinstance(made_of, dict) else None, weights_hash(head)[:12]
+    if of != own:
+        raise ValueError(f"{path} is not of this head alone ({of or 'no head'}, needed {own}); evaluate it, or name its report")
     return report
 
 
@@ -124,22 +128,29 @@ def _licence(made_with: Mapping[str, Any], base_model: str) -> dict[str, str]:
 
 def _export(head: Path, found: Any, to: str, out: Path, base_model: str, target: str | None) -> list[str]:
     """Write a format; returns the commands that serve it from where `hf download` puts it, none for a head that no engine reads."""
+    if found.adapter is not None:
+        found_here = f"{head} was trained together with an adapter, and engines serve it with a merged copy of its target"
+        raise ValueError(f"{found_here}, which is not in the repository: leave --with-format out (the card says how to merge and export)")
     check_merged(head, target)
-    rows = target_rows(head, to, target) if to in FORMATS and needs_target(head, to) else {}
+    rows = of_target(head, to, target)
     if "verifier" in rows:
         rows["verifier"]["name_or_path"] = base_model  # not the folder that it was trained from
     export_head(head, to, out, **rows)
     if kind_of(found) in UNSERVED:
         return []
-    engine = "sglang" if to in ("sglang", "eagle") else "vllm"
-    command = serve_command(out, base_model, engine=engine, num_speculative_tokens=found.max_depth or DRAFTS)
-    return [command.replace(str(out), f"head/{to}")]
+    engine, number = "sglang" if to in ("sglang", "eagle") else "vllm", found.max_depth or DRAFTS
+    command = serve_command(out, base_model, engine=engine, num_speculative_tokens=number, place=f"head/{to}")
+    note = json.loads((out / CONFIG).read_text())["spectrain"].get("note")
+    return [command, *([f"# {note}"] if note else [])]
 
 
 def data_used(run_yaml: str) -> str:
     """What a head was trained on, by its run.yaml, and the licences where a SOURCES.md stands beside the prompts."""
-    run = yaml.safe_load(run_yaml) or {}
-    data = run.get("data") or {}
+    try:
+        run = yaml.safe_load(run_yaml) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"run.yaml of the head is damaged ({error}); copy the head again, or add --data FILE") from error
+    data = run.get("data") or {} if isinstance(run, dict) else {}
     unknown = "Sources and licences are not recorded; ask who trained it."
     if data.get("rows"):
         return f"Trained on rows of `spectrain prepare` (`{Path(data['rows']).name}`). {unknown}"

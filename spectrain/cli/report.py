@@ -52,9 +52,9 @@ def _with_batches(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return content
     batch = json.loads(path.read_text(encoding="utf-8"))
-    first = [arm for arm in content["arms"] if arm.get("temperature") == content["arms"][0].get("temperature")]
-    timed = {arm["name"]: cells[ALL] for arm in first if ALL in (cells := content["speed"].get(arm["name"], {}))}
-    return {**content, "batch": batch, "service": advice_by_service(timed, batch)}
+    timed = [arm for arm in content["arms"] if ALL in content["speed"].get(arm["name"], {})]
+    first = {arm["name"]: content["speed"][arm["name"]][ALL] for arm in timed if arm.get("temperature") == timed[0].get("temperature")}
+    return {**content, "batch": batch, "service": advice_by_service(first, batch)}
 
 
 def _show(content: dict[str, Any], out: Path, *, pictures: bool) -> None:

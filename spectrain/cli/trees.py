@@ -155,8 +155,13 @@ def read_tree(config: EvaluationConfig, root: Path) -> GivenTree | None:
     return GivenTree(told, shape, content)
 
 
-def tree_notes(tree: GivenTree, target: Target, head: Any, prompts: Sequence[Any], *, temperature: float) -> list[str]:
-    """What a reader must know of a tree's figures: where it comes from, what was expected of it, and what flatters or hampers it here."""
+def tree_notes(
+    tree: GivenTree, target: Target, head: Any, prompts: Sequence[Any], *, temperature: float, template: Mapping[str, Any]
+) -> list[str]:  # fmt: skip
+    """What a reader must know of a tree's figures: where it comes from, what was expected of it, and what flatters or hampers it here.
+
+    template: switches of the chat template, by which prompts are told apart as they were when the tree was made.
+    """
     content = tree.content
     if not content:
         return [f"The static tree is a list of paths from {tree.path}; where it comes from is not known."]
@@ -170,7 +175,7 @@ def tree_notes(tree: GivenTree, target: Target, head: Any, prompts: Sequence[Any
             "measure its own with --write-tree."
         )
     known = set(content["prompts"])
-    same = sum(prompt_hash(target.encode(p.chat)) in known for p in prompts)
+    same = sum(prompt_hash(target.encode(p.chat, **template)) in known for p in prompts)
     if same:
         notes.append(
             f"It was fitted to {same} of the {len(prompts)} prompts of this evaluation, so its tau here is flattered: measure it on other "

@@ -40,6 +40,8 @@ def load_head(where: str | Path, target: Target | None = None, revision: str | N
             folder, commit = fetch_head(str(where), revision)
         except ValueError as error:
             raise ValueError(f"there is no folder {where}, and from the Hub: {error}") from error
+    elif revision is not None and folder.exists():
+        raise ValueError(f"{where} is a folder here, which has no revision {revision!r}; leave revision out")
     head = read_head(folder, device=str(target.device) if target else "cpu")
     if commit is not None:
         head.made_with = {**head.made_with, "hub": f"{where}@{commit}"}

@@ -70,7 +70,7 @@ class EvaluationConfig(Stage):
     @model_validator(mode="after")
     def _fits(self) -> "EvaluationConfig":
         found = self.temperatures
-        if not found or len(set(found)) != len(found):
+        if not found or len({f"{t:g}" for t in found}) != len(found):  # as they are in the arms' names
             raise ValueError(f"temperature needs one or several values, each once, found {list(found)}")
         if odd := sorted(set(self.timed_temperatures) - set(found)):
             raise ValueError(f"speed_temperatures names {odd[0]:g}, which is not among the temperatures {list(found)}; name one of those")
@@ -105,6 +105,8 @@ class Suite(Stage):
     def _has_domains(self) -> "Suite":
         if not self.prompts:
             raise ValueError("a suite needs at least one domain under `prompts`")
+        if taken := sorted({"all", "all (macro)", "all (micro)"} & set(self.prompts)):
+            raise ValueError(f"no domain can be called {taken[0]!r}: reports have the figures of all domains under it; call it otherwise")
         if odd := sorted({*self.domains, *self.sources} - set(self.prompts)):
             raise ValueError(f"`domains` and `sources` name {odd[0]}, and `prompts` takes none of it; say there how many")
         return self

@@ -9,7 +9,7 @@ from typing import Any
 from spectrain.evaluation.paired import pairs
 from spectrain.evaluation.records import Record
 from spectrain.evaluation.schema import parse_report
-from spectrain.evaluation.told import FREE, advice
+from spectrain.evaluation.told import FREE, advice, losses
 
 BY_ARM = ("tau", "speed", "exactness", "slices", "gap", "price")
 BY_DRAFTER = ("alpha", "ranks")
@@ -44,19 +44,19 @@ def compared(reports: Mapping[str, dict[str, Any]], records: Mapping[str, Found]
     for label, report in reports.items():
         names = {arm["name"]: _named(arm, label) for arm in report["arms"]}
         fresh = [arm for arm in report["arms"] if names[arm["name"]] not in {known["name"] for known in arms}]
-        arms += [{**arm, "name": names[arm["name"]], "by": label if _own(arm) else arm.get("by", arm["drafter"])} for arm in fresh]
+        arms += [{**arm, "name": names[arm["name"]], "by": _by(arm, label)} for arm in fresh]
         for part in BY_ARM:
             cells = report.get(part) or {}
             merged[part] |= {names[arm["name"]]: cells[arm["name"]] for arm in fresh if arm["name"] in cells}
         for part in BY_DRAFTER:
-            heads = {arm.get("by", "head") for arm in report["arms"] if _own(arm)}
-            merged[part] |= {_drafter(name, heads, label): cell for name, cell in (report.get(part) or {}).items()}
+            owners = {arm.get("by", "head"): _by(arm, label) for arm in report["arms"]}
+            merged[part] |= {_drafter(name, owners): cell for name, cell in (report.get(part) or {}).items()}
         counted |= {names[arm["name"]]: rows for arm in fresh if (rows := records.get(label, {}).get(arm["name"]))}
     merged |= {"arms": arms, "title": f"Drafters for {first['target']} side by side", "made": max(r["made"] for r in reports.values())}
     merged |= {"notes": _notes(reports), "format": 2}
     known = [arm for arm in arms if arm["name"] in counted]
     merged["pairs"] = _pairs(counted, known)
-    merged["advice"] = advice(merged)
+    merged["advice"] = [*advice(merged), *losses(merged)]
     return {key: value for key, value in merged.items() if value or key in ("baseline", "exactness", "advice", "speed")}
 
 
@@ -69,16 +69,25 @@ def _named(arm: Mapping[str, Any], label: str) -> str:
     return f"{label} {arm['name'].removeprefix('head ')}" if _own(arm) else arm["name"]
 
 
-def _drafter(name: str, heads: set[str], label: str) -> str:
+def _by(arm: Mapping[str, Any], label: str) -> str:
+    """The name of an arm's drafter: a free one's own, else that of its report, with its own where a report may have several."""
+    if not _own(arm):
+        return str(arm.get("by", arm["drafter"]))
+    return label if arm.get("by", "head") == "head" else f"{label} {arm['by']}"
+
+
+def _drafter(name: str, owners: Mapping[str, str]) -> str:
     """The key of a drafter's own table, which may end in a temperature."""
     own, mark, temperature = name.partition(" T=")
-    return label + mark + temperature if own in heads else name
+    return owners.get(own, own) + mark + temperature
 
 
 def _check(first: Mapping[str, Any], report: Mapping[str, Any], label: str) -> None:
     def told(r: Mapping[str, Any]) -> dict[str, Any]:
         settings = {key: r["settings"][key] for key in ("max_new_tokens", "temperature", "dtype")}
-        return {"target": (r.get("made_of") or {}).get("target", r["target"]), "suite": r["suite"]["sha256"][:12], **settings}
+        texts = [part["suite"].get("prompts_sha256") for part in (r, first, report)]  # reports of earlier versions have none
+        prompts = {} if None in texts else {"prompts": texts[0][:12]}
+        return {"target": (r.get("made_of") or {}).get("target", r["target"]), "suite": r["suite"]["sha256"][:12], **prompts, **settings}
 
     here, there = told(first), told(report)
     if differs := [f"{key} {there[key]} instead of {here[key]}" for key in here if here[key] != there[key]]:
@@ -95,6 +104,10 @@ def _notes(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _pairs(counted: Found, arms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Arms compared on the prompts that all of them answered; none where an arm has others."""
-    prompts = {frozenset((r.id, r.turn) for r in rows) for rows in counted.values()}
-    return pairs(counted, arms) if len(prompts) == 1 else []
+    """Arms of one temperature compared on the prompts that all of them answered; none where an arm has others."""
+    found = []
+    for temperature in dict.fromkeys(arm.get("temperature") for arm in arms):
+        own = [arm for arm in arms if arm.get("temperature") == temperature]
+        if len({frozenset((r.id, r.turn) for r in counted[arm["name"]]) for arm in own}) == 1:
+            found += pairs(counted, own)
+    return found

@@ -20,7 +20,7 @@ def tau_rows(report: Report) -> Iterable[tuple[str, str, Tau]]:
 
 
 def _shares(report: Report, field: str, title: str, note: str, *, first: int = 1) -> list[Table]:
-    found = [(arm, key, getattr(cell, field) or []) for arm, key, cell in tau_rows(report)]
+    found = [(arm, key, getattr(cell, field) or []) for arm, key, cell in tau_rows(report) if key != MACRO]  # shares of rounds are micro
     depth = max((len(values) for *_, values in found), default=0)
     rows = [[arm, key, *map(pct, values), *[SIGNS["none"]] * (depth - len(values))] for arm, key, values in found if values]
     head = " | ".join(["arm", "domain", *(str(i + first) for i in range(depth))])
@@ -44,7 +44,10 @@ def _slices(report: Report) -> list[Table]:
             for c in cells:
                 counts = [count(n) for n in (c.tokens, c.rounds, c.prompts)]
                 rows.append([name, SLICES.get(part, part), c.label, tau_text(c), with_span(c.first, c.first_lo, c.first_hi), *counts])
-    note = "By the tokens before a round, the token at which it begins, thinking or answer, and the target's entropy at its first draft."
+    note = (
+        "By the tokens before a round, the token at which it begins, thinking or answer, and the target's entropy at its first draft, "
+        "which is known as far as an answer is plain decoding's: above temperature 0 of few rounds."
+    )
     head = "arm | by | slice | τ | first draft accepted | tokens | passes | prompts"
     return [Table("Context, position, part, entropy", note, head, rows, labels=3)] if rows else []
 
@@ -83,8 +86,8 @@ def _exactness(report: Report) -> list[Table]:
         for arm in report.arms
         if (e := report.exactness.get(arm.name))
     ]
-    note = "Against plain decoding of the same prompts."
-    return [Table("Exactness", note, "arm | prompts | equal | ties | failed", rows)] if rows else []
+    note = "Against plain decoding's answers to the same prompts: those that τ is counted on, turn by turn, and those that were timed."
+    return [Table("Exactness", note, "arm | answers | equal | ties | failed", rows)] if rows else []
 
 
 def _baseline(report: Report) -> list[Table]:

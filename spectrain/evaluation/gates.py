@@ -15,7 +15,9 @@ from spectrain.evaluation.schema import ALL, MACRO, MICRO
 
 COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt}
 METRICS = ("tau", "speedup", "acceptance", "alpha", "exact")
-FORM = re.compile(r"\s*(?P<metric>[a-z]+)(?:\.(?P<rest>[^@]*?))?(?:@(?P<arm>.+?))?\s*(?P<op>>=|<=|==|>|<)\s*(?P<number>[-+0-9.eE]+)\s*")
+FORM = re.compile(
+    r"\s*(?P<metric>[a-z]+)(?:\.(?P<rest>[^@]*?))?(?:\s*@\s*(?P<arm>.+?))?\s*(?P<op>>=|<=|==|>|<)\s*(?P<number>[-+0-9.eE]+)\s*"
+)
 Found = tuple[float, str]  # a value and the arm it is of
 
 

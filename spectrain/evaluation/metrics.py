@@ -129,12 +129,16 @@ def lengths(rounds: Sequence[tuple[int, int]], depth: int) -> list[float]:
 
 
 def tau_table(records: Mapping[str, Sequence[Any]], depth: int) -> dict[str, dict[str, Any]]:
-    """tau by domain, micro and macro, from records by domain; numerators, denominators and acceptance beside it."""
+    """tau by domain, micro and macro, from records by domain; numerators, denominators and acceptance beside it.
+
+    Macro is tau alone: its tokens, rounds and prompts are the sums that there are, and shares of rounds are micro's.
+    """
     table = {domain: _tau_cell(rows, depth) for domain, rows in records.items()}
     table["all (micro)"] = _tau_cell([row for rows in records.values() for row in rows], depth)
     domains = [by_prompt(rows, [committed_and_rounds(row) for row in rows]) for rows in records.values()]
     macro = _macro(domains)
-    table["all (macro)"] = {**table["all (micro)"], "tau": macro.value, **bounds(macro, min(domains, key=len))}
+    sums = {key: table["all (micro)"][key] for key in ("tokens", "rounds", "prompts")}
+    table["all (macro)"] = {"tau": macro.value, **bounds(macro, min(domains, key=len)), **sums, "acceptance": [], "conditional": []}
     return table
 
 

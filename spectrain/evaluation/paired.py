@@ -121,49 +121,72 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
     return found
 
 
+def shared(report: Mapping[str, Any], other: Mapping[str, Any], *, file: str) -> dict[str, str]:
+    """The drafting arms of a report (its `arms` will do) that an earlier one has too, to their names there: the same drafter, shape and
+    temperature, whether or not the name tells the temperature. ValueError where there is none."""
+    known = {_arm(other, arm): arm["name"] for arm in other["arms"] if arm["depth"]}
+    found = {arm["name"]: known[of] for arm in report["arms"] if (of := _arm(report, arm)) in known}
+    if not found:
+        has = ", ".join(sorted(known.values())) or "none"
+        raise ValueError(f"{file} has no drafting arm of this evaluation, it has {has}; measure the same drafters, shapes and temperatures")
+    return found
+
+
 def against(
     report: Mapping[str, Any], other: Mapping[str, Any], *, file: str, now: Records | None = None, then: Records | None = None
 ) -> dict[str, Any]:
     """tau of each arm of a report that an earlier one has too, by domain: then, now, and the difference (now - then).
 
-    now, then: the records of both, by arm; where they are of the same suite and lengths, prompts are compared one by one. Otherwise the two
-    are independent samples, whose intervals are put together. ValueError where no arm is in both.
+    now, then: the records of both, by arm; where they are of the same prompts and lengths, prompts are compared one by one. Otherwise the
+    two are independent samples, whose intervals are put together. ValueError where no arm is in both.
     """
-    known = {(arm["name"], _temperature(other, arm)) for arm in other["arms"] if arm["depth"]}
-    names = [arm["name"] for arm in report["arms"] if (arm["name"], _temperature(report, arm)) in known]
-    if not names:
-        has = ", ".join(sorted(name for name, _ in known))
-        raise ValueError(f"{file} has no drafting arm of this evaluation, it has {has}; measure the same drafters, shapes and temperatures")
-    why = _why_unpaired(report, other, names, now or {}, then or {})
+    names = shared(report, other, file=file)
+    both = {name: ((now or {}).get(name, ()), (then or {}).get(names[name], ())) for name in names}
+    why = _why_unpaired(report, other, both)
     rows = []
-    for name in names:
+    for name, earlier in names.items():
         for domain, cell in report["tau"][name].items():
-            before = other["tau"][name].get(domain)
+            before = other["tau"][earlier].get(domain)
             if before is not None and domain != MACRO:
-                change = _change(cell, before) if why else _paired(name, domain, now or {}, then or {})
+                change = _change(cell, before) if why else _paired(domain, *both[name])
                 rows.append({"arm": name, "domain": domain, "then": before["tau"], "now": cell["tau"], **change})
-    return {"file": file, "rows": rows, "paired": not why, "note": why or "The same prompts are compared one by one."}
+    told = [why or "The same prompts are compared one by one.", _other_target(report, other)]
+    return {"file": file, "rows": rows, "paired": not why, "note": " ".join(filter(None, told))}
 
 
-def _temperature(report: Mapping[str, Any], arm: Mapping[str, Any]) -> float:
+def _arm(report: Mapping[str, Any], arm: Mapping[str, Any]) -> tuple[str, float]:
+    """An arm's name without its temperature, and its temperature: of the whole run where arms have none of their own."""
     found = arm.get("temperature")
-    return float(report["settings"]["temperature"] if found is None else found)
+    temperature = float(report["settings"]["temperature"] if found is None else found)
+    return str(arm["name"]).removesuffix(f" T={temperature:g}"), temperature
 
 
-def _why_unpaired(report: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str], now: Records, then: Records) -> str:
+def _other_target(report: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    targets = [(part.get("made_of") or {}).get("target") for part in (report, other)]
+    if None in targets or targets[0] == targets[1]:  # reports of earlier versions do not say
+        return ""
+    return f"The earlier evaluation is of a target of other weights ({other['target']})."
+
+
+def _why_unpaired(report: Mapping[str, Any], other: Mapping[str, Any], both: Mapping[str, tuple[Sequence[Any], Sequence[Any]]]) -> str:
     """A sentence on why prompts cannot be compared one by one; empty where they can."""
     tail = "so the two are compared as independent samples, which finds large differences only."
     if report["suite"]["sha256"] != other["suite"]["sha256"]:
         return f"The earlier evaluation answered another suite ({other['suite']['name']}), {tail}"
+    texts = [part["suite"].get("prompts_sha256") for part in (report, other)]
+    if None not in texts and texts[0] != texts[1]:
+        return f"The prompts of the suite were others in the earlier evaluation, {tail}"
     lengths = [part["settings"]["max_new_tokens"] for part in (report, other)]
     if lengths[0] != lengths[1]:
         return f"The earlier answers have up to {lengths[1]} new tokens, these up to {lengths[0]}, {tail}"
-    there = all(name in records for name in names for records in (now, then))
-    return "" if there else f"The records of the earlier evaluation are not there, {tail}"
+    if not all(now and then for now, then in both.values()):
+        return f"The records of the earlier evaluation are not there, {tail}"
+    alike = all({(r.id, r.turn) for r in now} == {(r.id, r.turn) for r in then} for now, then in both.values())
+    return "" if alike else f"Other turns of the prompts were asked in the earlier evaluation, {tail}"
 
 
-def _paired(arm: str, domain: str, now: Records, then: Records) -> dict[str, Any]:
-    both = [[r for r in records[arm] if domain in (MICRO, r.domain)] for records in (now, then)]
+def _paired(domain: str, now: Sequence[Any], then: Sequence[Any]) -> dict[str, Any]:
+    both = [[r for r in records if domain in (MICRO, r.domain)] for records in (now, then)]
     found = compare(*both)
     return {"difference": found.value, **found.bounds}
 

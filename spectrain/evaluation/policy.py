@@ -132,18 +132,15 @@ def _latency(speed: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _throughput(name: str, found: Mapping[str, Any]) -> list[str]:
-    rows = found["rows"]
-    last, flip = rows[-1], found["flips_at"]
-    pays = [row["batch"] for row in rows if row["speedup"] > 1]
-    full = f"Throughput (batch {last['batch']}): {last['plain']:.0f} tokens/s plainly, {last['speculative']:.0f} with {name}"
-    if last["speedup"] > 1:
-        return [f"{full}: it pays at every load that was measured up to there ({last['speedup']:.2f}×)."] if flip is None else [full + "."]
-    told = [f"{full}; speculation loses here: {last['speedup']:.2f}×, because {_reason(last)}."]
+    rows, flip = found["rows"], found["flips_at"]
+    last, pays = rows[-1], [row["batch"] for row in rows if row["k"]]
+    told = f"Throughput (batch {last['batch']}): {last['plain']:.0f} tokens/s plainly, {last['speculative']:.0f} with {name}"
+    told += "." if last["speedup"] > 1 else f"; speculation loses here: {last['speedup']:.2f}×, because {_reason(last)}."
     if not pays:
-        return [*told, f"Between: {name} pays at no batch that was measured; serve without it."]
+        return [told, f"Between: {name} pays at no batch that was measured; serve without it."]
     depths = ", ".join(f"{k} up to batch {end}" for _, end, k in ranges({row["batch"]: row["k"] for row in rows}) if k)
-    how = f"draft {depths}" if depths else "the gain is within the noise of this bench"
-    return [*told, f"Between: {name} pays up to batch {max(pays)} and loses from {flip} on; {how}, then nothing."]
+    always = "" if flip is None else f" Drafting {found['depth']} always loses from batch {flip} on."
+    return [told, f"Between: with {name} draft {depths}{', then nothing' if max(pays) < last['batch'] else ''}.{always}"]
 
 
 def _reason(row: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,13 @@ class Records:
 
     key: that of every arm, or by arm and mode; arms may be added to the mapping later. Of several processes each writes a file of its own
     (`records-1.jsonl`, …); all of them are read, whatever number there is now. `found` is the same for every process to begin with and
-    after each `exchange`.
+    after each `exchange`. mend: take a last line off that was cut short; without it the files are only read.
     """
 
-    def __init__(self, path: Path, key: str | Mapping[tuple[str, str], str], processes: Processes = ALONE) -> None:
-        self._key, self.processes = key, processes
+    def __init__(
+        self, path: Path, key: str | Mapping[tuple[str, str], str], processes: Processes = ALONE, *, mend: bool = True
+    ) -> None:
+        self._key, self.processes, self._mend = key, processes, mend
         self._path = path if processes.leads else path.with_stem(f"{path.stem}-{processes.index}")
         self._fresh: list[dict[str, Any]] = []
         self.seconds = self.warm_up = 0.0  # of the calls whose answers this process has added, and of those before them
@@ -56,7 +59,7 @@ class Records:
     def _read(self, path: Path) -> dict[Place, dict[tuple[int, int], Record]]:
         others = path.parent.glob(f"{path.stem}-[0-9]*{path.suffix}")
         for file in [*([path] if path.exists() else []), *sorted(others)]:
-            for row in whole_lines(file):
+            for row in whole_lines(file, mend=self._mend):
                 self._keep(row)
         return self.found
 
@@ -107,19 +110,23 @@ class Records:
 
 
 def records_of(folder: Path, report: Mapping[str, Any]) -> dict[str, list[Record]]:
-    """The counted answers that a report was made of, by arm; none of an arm whose records are no longer there, or were made earlier."""
+    """The counted answers that a report was made of, by arm; none of an arm whose records are no longer there, or were made earlier. Only
+    reads: an evaluation may be writing them."""
     keys = {(arm, "tau"): key for arm, key in report.get("keys", {}).items()}
-    found = Records(folder / "records.jsonl", keys).found
+    if not keys:
+        return {}
+    found = Records(folder / "records.jsonl", keys, mend=False).found
     of = {arm: [runs for (key, name, *_), runs in found.items() if (key, name) == (keys[arm, "tau"], arm)] for arm, _ in keys}
     return {arm: [r for runs in prompts for r in runs.values() if r.mode == "tau"] for arm, prompts in of.items() if prompts}
 
 
-def whole_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file that lines are added to; a last line that was cut short is taken off."""
+def whole_lines(file: Path, *, mend: bool = True) -> Iterator[dict[str, Any]]:
+    """The objects of a file that lines are added to; a last line that was cut short is left out, with `mend` also of the file."""
     content = file.read_bytes()
-    if not content.endswith(b"\n"):
-        os.truncate(file, content.rfind(b"\n") + 1)
-    for _, row in read_jsonl(file):
+    whole = content.rfind(b"\n") + 1
+    if mend and whole < len(content):
+        os.truncate(file, whole)
+    for _, row in islice(read_jsonl(file), content.count(b"\n")):
         yield row
 
 

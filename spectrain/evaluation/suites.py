@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from spectrain.config import EvaluationConfig, Suite, load_config
+from spectrain.config import EvaluationConfig, Suite, load_config, validate
 from spectrain.data.formats import Prompt, read_prompts
 from spectrain.target.model import Target
 
@@ -43,10 +43,11 @@ def suite_of(config: EvaluationConfig, root: Path) -> Suite:
         raise ValueError(f"no file {path} with prompts; needed JSONL rows with id, domain, and prompt or turns")
     rows = read_prompts(path)
     domains = dict.fromkeys(row.domain for row in rows)
-    return Suite(
-        name=path.stem, folder=str(path.parent), prompts=dict.fromkeys(domains, "all"), domains=dict.fromkeys(domains, str(path)),
-        turns=max(len(row.turns) for row in rows),
-    )  # fmt: skip
+    found: dict[str, Any] = {
+        "name": path.stem, "folder": str(path.parent), "prompts": dict.fromkeys(domains, "all"),
+        "domains": dict.fromkeys(domains, str(path)), "turns": max(len(row.turns) for row in rows),
+    }  # fmt: skip
+    return validate(Suite, found, where=str(path))
 
 
 def suite_hash(suite: Suite) -> str:
@@ -67,7 +68,7 @@ def suite_prompts(suite: Suite, target: Target, root: Path) -> dict[str, list[Pr
         every = [p for p in every if p.domain == domain] or every
         if wanted := suite.sources.get(domain):
             every = [p for p in every if p.source in wanted]
-        least, most = suite.min_prompt_tokens, suite.max_prompt_tokens
+        least, most = suite.min_prompt_tokens, min(suite.max_prompt_tokens, target.max_length - suite.max_new_tokens)
         fits = [p for p in every if least <= len(target.encode(p.chat, **suite.template_kwargs)) <= most]
         needed = 1 if number == "all" else number
         if len(fits) < suite.skip + needed:
@@ -81,6 +82,11 @@ def suite_prompts(suite: Suite, target: Target, root: Path) -> dict[str, list[Pr
     if twice := sorted(str(i) for i, number in numbers.items() if number > 1):
         raise ValueError(f"suite {suite.name}: several prompts have the id {', '.join(twice[:5])}; give each prompt an id of its own")
     return chosen
+
+
+def too_long(config: EvaluationConfig, prompts: Mapping[str, Sequence[Prompt]], root: Path) -> int:
+    """How many prompts of one's own file were not taken, which happens to those that do not fit; 0 for a suite, which takes a choice."""
+    return 0 if config.prompts is None else len(read_prompts(root / config.prompts)) - sum(map(len, prompts.values()))
 
 
 def _files(suite: Suite, domain: str, root: Path) -> list[Path]:

@@ -7,6 +7,7 @@ from spectrain.config import EvaluationConfig
 from spectrain.evaluation.schema import ALL
 
 PLAIN, FREE = "plain", ("none", "n-gram", "suffix")  # labels of drafters that no training made
+FEW = 5  # timed prompts from which on an interval holds the truth about as often as it says
 
 
 def timed_arms(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -15,10 +16,21 @@ def timed_arms(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def advice(report: Mapping[str, Any]) -> list[str]:
-    """Which drafter to use where, and where none pays: by measured speed-up whose interval lies above 1; one prompt has no interval."""
+    """Which drafter to use where, and where none pays: by measured speed-up whose interval lies above 1; one prompt has no interval.
+
+    Where arms of several temperatures were timed, a sentence is of the arms of one.
+    """
     arms = timed_arms(report)
-    if not arms:
-        return []
+    temperatures = list(dict.fromkeys(arm.get("temperature") or 0.0 for arm in arms))
+    told = []
+    for t in temperatures:
+        own = [arm for arm in arms if (arm.get("temperature") or 0.0) == t]
+        mark = f"At temperature {t:g}: " if len(temperatures) > 1 else ""
+        told += [mark + sentence for sentence in _advice(report, own)]
+    return told
+
+
+def _advice(report: Mapping[str, Any], arms: Sequence[Mapping[str, Any]]) -> list[str]:
     best: dict[str, list[str]] = {}
     for domain in report["domains"]:
         cells = {arm["name"]: report["speed"][arm["name"]][domain] for arm in arms}
@@ -39,7 +51,9 @@ def advice(report: Mapping[str, Any]) -> list[str]:
     heads = [arm["name"] for arm in arms if arm["drafter"] not in FREE]
     winning = [d for d in report["domains"] if any(report["speed"][h][d]["tau"] > report["speed"][h][d]["break_even"] for h in heads)]
     if heads:
-        told.append(f"The head's tau lies above its break-even in {', '.join(winning) if winning else 'no domain in this run'}.")
+        one = len({arm.get("by") for arm in arms if arm["name"] in heads}) == 1
+        whose, where = "The head's" if one else "A trained drafter's", ", ".join(winning) or "no domain in this run"
+        told.append(f"{whose} tau lies above its break-even in {where}.")
     return told
 
 
@@ -50,16 +64,21 @@ def losses(report: Mapping[str, Any]) -> list[str]:
         cell = report["speed"][arm["name"]][ALL]
         if cell["speedup"] >= 1:
             continue
+        lo, hi = (cell.get(end) for end in ("lo", "hi"))
+        found = f"speculation loses here: {cell['speedup']:.2f}×, because"
+        if lo is not None and hi is not None and hi >= 1:
+            found = f"speculation neither gains nor loses clearly here: {cell['speedup']:.2f}× [{lo:.2f}, {hi:.2f}];"
         costs = f"verification {cell['v']:.2f}, drafting {cell['draft']:.2f}, the rest {cell['other']:.2f}"
         told.append(
-            f"With {arm['name']} speculation loses here: {cell['speedup']:.2f}×, because a round costs {cell['break_even']:.2f} rounds of "
-            f"plain decoding ({costs}) and commits {cell['tau']:.2f} tokens."
+            f"With {arm['name']} {found} a round costs {cell['break_even']:.2f} rounds of plain decoding ({costs}) and commits "
+            f"{cell['tau']:.2f} tokens."
         )
     return told
 
 
-def remarks(config: EvaluationConfig, few: int, left_out: int) -> list[str]:
-    """What figures of these settings do not tell. few: timed prompts of the domain with the fewest; left_out: turns that were not asked."""
+def remarks(config: EvaluationConfig, few: int, left_out: int, too_long: int, trained: bool) -> list[str]:
+    """What figures of these settings do not tell. few: timed prompts of the domain with the fewest; left_out: turns that were not asked;
+    too_long: prompts that were not; trained: whether some drafter is."""
     drawn = [t for t in config.temperatures if t]
     told = []
     if drawn:
@@ -70,15 +89,21 @@ def remarks(config: EvaluationConfig, few: int, left_out: int) -> list[str]:
             "on small models."
         )
     if left_out:
-        told.append(f"{left_out} later turns did not fit into the target with their answers and were not asked, of any arm.")
+        each = " (counted at each temperature)" if len(config.temperatures) > 1 else ""
+        told.append(f"Later turns{each} that do not fit into the target behind the answers before them, and were not asked: {left_out}.")
+    if too_long:
+        told.append(f"Prompts of the file that are too long for the target or the settings, and were not asked: {too_long}.")
     timed = ", ".join(f"{t:g}" for t in config.timed_temperatures)
-    return [
-        *told,
+    narrow = "" if few >= FEW else (
+        " With so few timed prompts an interval is little more than their range, and a single one has none: its speed-up decides nothing."
+    )  # fmt: skip
+    told.append(
         f"Speed is decoding speed at batch 1 and temperature {timed} on {few} or more prompts a domain, {config.speed_max_new_tokens} new "
-        "tokens, without the prompt's pass; tau is measured in batches on more prompts. With so few timed prompts an interval is little "
-        "more than their range, and a single one has none: its speed-up decides nothing.",
-        "A head's tau depends on how long it was trained and on what; this one is a demonstration.",
-    ]
+        f"tokens, without the prompt's pass; tau is measured in batches on all prompts.{narrow}"
+    )
+    if trained:
+        told.append("The tau of a trained drafter depends on how long it was trained and on what; another training has another.")
+    return told
 
 
 def drawn_rules(arms: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spectrain.export.flat import layer_sizes, window_of
 from spectrain.export.folder import FORMAT, TOKEN_MAP, build, cast, check_destination, open_head, write_folder
-from spectrain.export.foreign import same_rows, unpickled
+from spectrain.export.foreign import plain, same_rows, unpickled
 from spectrain.export.layout import EMBEDDING, check_dims, rope_spellings
 from spectrain.export.told import Layers, check_rope, read_told, rope_of
 from spectrain.heads.base import LAST
@@ -177,7 +177,7 @@ def _drafted(folder: Path, target: Target, notes: list[str]) -> Tensor:
             notes.append(f"ids from {target.num_ids} on are no tokens of the tokenizer: left out")
         return torch.arange(target.num_ids)
     found = unpickled(folder, TOKEN_MAP)
-    listed = found.tolist() if isinstance(found, Tensor) else found
+    listed = found.tolist() if plain(found) else found
     if not isinstance(listed, list) or not listed or not all(type(i) is int and abs(i) < 2**62 for i in listed):
         raise ValueError(f"{folder / TOKEN_MAP} is no list of ids, or is damaged; remove it to draft from the whole vocabulary")
     ids_D = torch.tensor(listed).sort().values

@@ -30,6 +30,8 @@ FORMATS: dict[str, dict[str, str]] = {  # by the kind of the head
     "hydra": {"hydra": "spectrain.export.hydra:export_original"},
 }
 
+NAMING = ("speculators", "medusa", "hydra")  # formats whose folder names the target
+
 
 def export_head(
     head_dir: Path, to: str, out: Path, *, dtype: str | None = None, embed_VW: Tensor | None = None, output_VW: Tensor | None = None,
@@ -38,8 +40,8 @@ def export_head(
     """Writes the head in `head_dir` to `out` in the format named `to`, one of FORMATS; returns `out`.
 
     dtype: "float32", "bfloat16" or "float16" of every weight; None keeps what the head was saved in. embed_VW, output_VW: the target's
-    embedding and output rows, where `needs_target` says so. verifier: `name_or_path` and `architectures` of the target, which the format
-    speculators names; None: the name of the training. ValueError for an unknown format, or one that has no place for such a head.
+    embedding and output rows, where `needs_target` says so. verifier: `name_or_path` and `architectures` of the target, for the formats of
+    NAMING; None: the name of the training. ValueError for an unknown format, or one that has no place for such a head.
     """
     if to not in FORMATS:
         raise ValueError(f"export format {to!r} is unknown; choose one of {', '.join(FORMATS)}")
@@ -50,7 +52,7 @@ def export_head(
         raise ValueError(f"{head_dir} holds a head of kind {kind!r}, which the format {to} has no place for; {way_out}")
     module, function = FORMATS[to][kind].split(":")
     rows: dict[str, Any] = {"eagle3": {"embed_VW": embed_VW}, "eagle": {"embed_VW": embed_VW, "output_VW": output_VW}}.get(kind, {})
-    if to == "speculators":
+    if to in NAMING:
         rows["verifier"] = verifier
     path: Path = getattr(importlib.import_module(module), function)(Path(head_dir), out, dtype=dtype, **rows)
     return path
@@ -58,9 +60,12 @@ def export_head(
 
 def needs_target(head_dir: Path, to: str) -> bool:
     """Whether `export_head` must be given the target's embedding and output rows: for EAGLE-1 heads, whose output layer an engine takes
-    from the target, for those of another width than the target, and for the speculators format."""
-    if (kind := _kind(head_dir)) != "eagle3":
-        return kind == "eagle"
+    from the target, for those of another width than the target, and for the speculators format. Not where the format has no place for such
+    a head, which `export_head` tells."""
+    if (kind := _kind(head_dir)) not in FORMATS[to]:
+        return False
+    if kind != "eagle3":
+        return bool(kind == "eagle")
     if to == "speculators":
         return True
     config = read_head(Path(head_dir))
@@ -72,29 +77,30 @@ def _kind(head_dir: Path) -> Any:
     return read_json(Path(head_dir) / CONFIG).get("head")
 
 
-def serve_command(out: Path, target: str, *, engine: str = "vllm", num_speculative_tokens: int) -> str:
+def serve_command(out: Path, target: str, *, engine: str = "vllm", num_speculative_tokens: int, place: str | None = None) -> str:
     """The shell command that serves `target` with the head exported to `out`, drafting a chain of `num_speculative_tokens` a round.
 
-    engine: "vllm" or "sglang". ValueError for another engine, less than one token, or more than a Medusa head has heads.
+    engine: "vllm" or "sglang". place: where the folder will be then; None: `out`. ValueError for another engine, less than one token, or
+    more than a Medusa head has heads.
     """
     if num_speculative_tokens < 1:
         raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}; an engine drafts at least 1 token a round")
     config = read_json(out / CONFIG) if (out / CONFIG).is_file() else {}
-    kind = config.get("spectrain", {}).get("head", "eagle3")
+    kind, place = config.get("spectrain", {}).get("head", "eagle3"), place or str(out)
     if kind == "medusa" and num_speculative_tokens > (heads := config.get("num_heads") or config["medusa_num_heads"]):
         raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}, {out} has {heads} heads; an engine runs as many at most")
     if kind == "hydra":
         raise ValueError(f"no engine reads the Hydra head in {out}; draft with it in spectrain generate")
     if engine == "vllm" and SPECULATORS in config and num_speculative_tokens == drafts(config):
-        return shlex.join(["vllm", "serve", str(out)])  # it names its target and its number of drafts
+        return shlex.join(["vllm", "serve", place])  # it names its target and its number of drafts
     if engine == "vllm":
-        speculation = {"method": kind, "model": str(out), "num_speculative_tokens": num_speculative_tokens}
+        speculation = {"method": kind, "model": place, "num_speculative_tokens": num_speculative_tokens}
         return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculation)])
     if engine == "sglang":
         chain = {
             "model-path": target,
             "speculative-algorithm": kind.upper(),  # for an EAGLE-3 head plain EAGLE would skip fc
-            "speculative-draft-model-path": str(out),
+            "speculative-draft-model-path": place,
             "speculative-num-steps": num_speculative_tokens,
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": num_speculative_tokens + 1,  # counts the token in hand
@@ -102,7 +108,7 @@ def serve_command(out: Path, target: str, *, engine: str = "vllm", num_speculati
         if window := config.get("sliding_window"):
             chain["speculative-draft-window-size"] = window - 1  # keys before the own one; no key of the config is read
         if (out / TOKEN_MAP).is_file():
-            chain["speculative-token-map"] = str(out / TOKEN_MAP)
+            chain["speculative-token-map"] = f"{place}/{TOKEN_MAP}"
         arguments = [part for key, value in chain.items() for part in (f"--{key}", str(value))]
         return shlex.join(["python", "-m", "sglang.launch_server", *arguments])
     raise ValueError(f"engine {engine!r} is unknown; choose vllm or sglang")

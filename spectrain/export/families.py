@@ -35,7 +35,9 @@ def head_from_folder(
     if read is not None:
         if (layers := read_told(Record, config, folder).spectrain.target_layers or target.num_layers) != target.num_layers:
             raise ValueError(f"{folder} was trained for a target of {layers} layers, not {target.num_layers}; load that target")
-        return read(folder, config, tensors, target)
+        head, notes = read(folder, config, tensors, target)
+        given = notation is not None or (layer_ids is not None and tuple(layer_ids) != head.layer_ids)
+        return head, (*notes, *(["layer ids are told of EAGLE-3 heads alone: those given are not looked at"] if given else []))
     del tensors  # they are read again
     try:
         return head_from_flat(

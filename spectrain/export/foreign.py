@@ -5,7 +5,7 @@ Legend: H width of the head, W of the target, V target vocabulary, D draft vocab
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from spectrain.export.layout import (
     check_dims,
     read_json,
     read_tensors,
+    whole_numbers,
     within,
 )
 
@@ -77,10 +78,15 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     for name in (PICKLED, MEDUSA_PICKLED, HYDRA_PICKLED):
         if (folder / name).is_file():
             found = unpickled(folder, name)
-            if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
+            if not isinstance(found, dict) or not all(isinstance(k, str) and plain(v) for k, v in found.items()):
                 raise ValueError(f"{folder / name} holds more than named tensors; convert it to {WEIGHTS} first")
             return found
     raise ValueError(f"{folder} holds neither {WEIGHTS}, {INDEX} nor {PICKLED}; download the whole folder")
+
+
+def plain(value: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor with a value in every place: a pickle may hold sparse ones, and ones without values."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_quantized)
 
 
 def _parts(folder: Path) -> dict[str, Tensor]:
@@ -99,8 +105,9 @@ def _parts(folder: Path) -> dict[str, Tensor]:
 
 def unpickled(folder: Path, name: str) -> Any:
     """What a pickle holds, of plain values and tensors alone: nothing in it is run. ValueError for any other."""
+    path = within(folder, name)
     try:
-        return torch.load(within(folder, name), map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged or hostile one fails in any way; torch's own message advises to run whatever it holds
         raise ValueError(f"{folder / name} holds more than plain tensors, or is damaged; convert it to {WEIGHTS} first") from error
 
@@ -144,14 +151,14 @@ def put_selected(tensors: dict[str, Tensor], where: Path, notes: list[str]) -> N
         return
     found = unpickled(home, AUTOMODEL)
     ids_D = found.get("selected_token_ids") if isinstance(found, dict) else None
-    if isinstance(ids_D, Tensor) and ids_D.dim() == 1 and not ids_D.is_floating_point():
+    if plain(ids_D) and whole_numbers(ids_D):
         tensors["d2t"] = ids_D.long() - torch.arange(len(ids_D))
         notes.append(f"the draft vocabulary is that of {AUTOMODEL}")
 
 
 def put_vocabulary(tensors: dict[str, Tensor], vocab_size: int, where: Path, notes: list[str]) -> None:
     """Puts both tables of the draft vocabulary, with rising ids, and the output rows in their order. ValueError where they do not fit."""
-    if odd := [name for name in TABLES if name in tensors and (tensors[name].dim() != 1 or tensors[name].is_floating_point())]:
+    if odd := [name for name in TABLES if name in tensors and not whole_numbers(tensors[name])]:
         raise ValueError(f"{where}: {', '.join(odd)} are no tables of whole numbers; download the folder again")
     rows_DH = tensors["lm_head.weight"]
     found_V = tensors["t2d"].bool().nonzero()[:, 0] if "t2d" in tensors else None

@@ -36,7 +36,7 @@ class HydraTold(Record):
     hidden_state_offset: int | None = None
 
 
-def export_original(head_dir: Path, out: Path, *, dtype: str | None = None) -> Path:
+def export_original(head_dir: Path, out: Path, *, dtype: str | None = None, verifier: Mapping[str, Any] | None = None) -> Path:
     """Writes the folder of the original code, its pickle; returns `out`. dtype, errors: `export_head`.
 
     Every head has rows for the whole vocabulary there (`whole_rows`). ValueError for a head without norm and biases, with a window, or
@@ -68,7 +68,8 @@ def export_original(head_dir: Path, out: Path, *, dtype: str | None = None) -> P
             named[f"hydra_lm_head.{number}.1.{rest[0]}"] = whole_rows(rows_DX, head.target_ids, c.vocab_size).reshape(-1, *tensor.shape[1:])
     config = {
         "hydra_num_heads": c.num_heads, "hydra_num_layers": c.num_layers, "hydra_head_arch": "prefix-mlp", "grounded_heads": True,
-        "hidden_state_offset": 0, "base_model_name_or_path": made_with["target"], "torch_dtype": dtype,
+        "hidden_state_offset": 0, "torch_dtype": dtype,
+        "base_model_name_or_path": verifier["name_or_path"] if verifier else made_with["target"],
         "spectrain": {**made_with, "format": FORMAT, "head": "hydra", "target_layers": c.target_layers},
     }  # fmt: skip
     write_folder(destination, config, {}, weights=None, pickled={HYDRA_PICKLED: named | map_of(head)})

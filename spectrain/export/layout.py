@@ -70,6 +70,11 @@ def check_dims(tensors: Mapping[Any, Tensor], dims: Mapping[Any, int], where: Pa
         raise ValueError(f"{where} has {', '.join(wrong)}, which are of no such shape in a head; download the folder again")
 
 
+def whole_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor is a list of whole numbers, as tables of ids are."""
+    return tensor.dim() == 1 and not tensor.is_floating_point() and not tensor.is_complex()
+
+
 def check_weights(tensors: Mapping[str, Tensor], where: Path) -> None:
     """ValueError for weights (all but the tables of a draft vocabulary) in fewer than 16 bits, NaN or infinite."""
     weights = {name: tensor for name, tensor in tensors.items() if name not in TABLES}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spectrain.export.folder import FORMAT, MEDUSA_PICKLED, MEDUSA_WEIGHTS, build, cast, check_destination, open_head, write_folder
-from spectrain.export.layout import check_dims
+from spectrain.export.layout import check_dims, whole_numbers
 from spectrain.export.told import Record, read_told
 from spectrain.heads.base import LAST
 from spectrain.target.model import Target
@@ -48,8 +48,10 @@ def export_vllm(head_dir: Path, out: Path, *, dtype: str | None = None) -> Path:
     return out
 
 
-def export_original(head_dir: Path, out: Path, *, dtype: str | None = None) -> Path:
+def export_original(head_dir: Path, out: Path, *, dtype: str | None = None, verifier: Mapping[str, Any] | None = None) -> Path:
     """Writes the folder of the original code: its pickle, and the same tensors for TGI and TensorRT-LLM; returns `out`.
+
+    verifier: see `export_head`; TGI loads the target that the folder names.
 
     Every head has rows for the whole vocabulary there (`whole_rows`). ValueError for several blocks a head: the original builds one block
     and runs it several times.
@@ -69,7 +71,8 @@ def export_original(head_dir: Path, out: Path, *, dtype: str | None = None) -> P
         rows_VW = whole_rows(tensors[f"lm_head.{0 if c.shared_output else k}.weight"], head.target_ids, c.vocab_size)
         named[f"{k}.1.weight"] = rows_VW.clone() if c.shared_output and k else rows_VW  # one file does not hold one storage twice
     config = {
-        "medusa_num_heads": c.num_heads, "medusa_num_layers": c.num_layers, "base_model_name_or_path": made_with["target"], "version": "2",
+        "medusa_num_heads": c.num_heads, "medusa_num_layers": c.num_layers, "version": "2",
+        "base_model_name_or_path": verifier["name_or_path"] if verifier else made_with["target"],
         **_described(head, made_with, dtype),
     }  # fmt: skip
     named |= map_of(head)
@@ -122,7 +125,7 @@ def read_medusa(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, T
     heads = len({name.split(".")[1] for name in blocks})
     layers = len({name.split(".")[2] for name in blocks})
     if not outputs and not told.model_fields_set:  # a folder of ours always has them
-        outputs["shared"] = target.output_VW.detach().cpu()
+        outputs["shared"] = target.output_VW.detach().cpu().clone()  # the head is trained, the target is not
         notes.append("no output layers: the target's rows, one layer for all heads")
     rows_K = list(outputs.values())
     check_dims(dict(enumerate(rows_K)), dict.fromkeys(range(len(rows_K)), 2), folder)
@@ -157,7 +160,10 @@ def drafted(map_D: Tensor | None, rows: int, target: Target, where: Path, notes:
         if len(ids_D) < rows:
             notes.append(f"rows from {len(ids_D)} on are no tokens of the tokenizer: left out")
         return ids_D, ids_D
-    if map_D.dim() != 1 or map_D.is_floating_point():
+    if not whole_numbers(map_D):
         raise ValueError(f"{where}: {MAP} is no list of ids; download the folder again")
     ids_D, order_D = map_D.long().sort()
+    if not 0 <= int(ids_D[0]) <= int(ids_D[-1]) < target.vocab_size:
+        found = f"{MAP} names ids from {int(ids_D[0])} to {int(ids_D[-1])}, {target.name} has {target.vocab_size}"
+        raise ValueError(f"{where}: {found}; name the target that the head was made for")
     return ids_D, ids_D if rows == target.vocab_size else order_D

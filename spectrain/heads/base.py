@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -205,7 +204,7 @@ class HeadModule(nn.Module):
 
 def head_class(kind: str) -> Any:
     """The class behind a name in `HEADS`; ValueError names those that exist."""
-    if kind not in HEADS:
+    if not isinstance(kind, str) or kind not in HEADS:
         raise ValueError(f"head {kind!r} is unknown; there are {', '.join(HEADS)}")
     module, name = HEADS[kind].split(":")
     return getattr(importlib.import_module(module), name)
@@ -285,21 +284,25 @@ def save_head(head: Any, out: Path, *, run_yaml: str, made_with: Mapping[str, An
 def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", mapped: bool = False) -> Any:
     """Load a head directory in evaluation mode. `head.adapter`: the folder of the target's adapter, None for a head trained alone.
 
-    mapped: weights stay in the file, in its precision, as far as nothing changes them: to look at a head, not to keep it.
-    Raises ValueError when the folder is none, is damaged, of a newer format, when its tensors do not fit its config, or when the adapter
-    is damaged or another one.
+    mapped: weights stay in the file, in its precision, as far as nothing changes them: to look at a head, not to keep it; they are not
+    looked through. Raises ValueError when the folder is none, is damaged, of a newer format, when its tensors do not fit its config or are
+    no finite weights, or when the adapter is damaged or another one.
     """
     folder = Path(folder)
     config, made_with = (_read_json(folder, name) for name in ("config.json", "made_with.json"))
     if config.pop("format", None) != FORMAT:
         raise ValueError(f"{folder} is of another format than {FORMAT}; update spectrain or train the head anew")
     cls = head_class(config.pop("head", ""))
-    with _without_weights() if mapped else nullcontext():
-        head = cls(validate(cls.Config, config, where=f"{folder}/config.json"))
+    sizes = validate(cls.Config, config, where=f"{folder}/config.json")
     try:
-        head.load_state_dict(load_file(folder / "model.safetensors"), strict=True, assign=mapped)
-    except (SafetensorError, FileNotFoundError, RuntimeError) as error:
+        with _without_weights():  # sizes may be anything until the tensors were held to them
+            head = cls(sizes)
+        tensors = load_file(folder / "model.safetensors")
+        own = tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
+        head.load_state_dict(own, strict=True, assign=True)
+    except (SafetensorError, OSError, RuntimeError, ArithmeticError) as error:
         raise ValueError(f"{folder}/model.safetensors does not hold this head ({error}); train or export it anew") from error
+    _check_tensors(head, folder, finite=not mapped)
     if vocabulary_hash(head.target_ids) != made_with.get("vocabulary_sha256"):
         raise ValueError(f"{folder}: the draft vocabulary is not the one the head was trained with; train it anew")
     if made_with.get("vocabulary_key", key := _key(made_with, len(head.target_ids))) != key:
@@ -314,6 +317,15 @@ def load_head(folder: str | Path, *, dtype: torch.dtype = torch.float32, device:
     head.made_with = made_with
     head.tokens = (folder / TOKENS).read_bytes() if (folder / TOKENS).is_file() else None
     return (head if mapped else head.to(device=device, dtype=dtype)).eval().requires_grad_(False)
+
+
+def _check_tensors(head: Any, folder: Path, *, finite: bool) -> None:
+    """ValueError for weights in 8 bits and tables of another type, and, if asked for, for weights that are NaN or infinite."""
+    tensors, tables = dict(head.named_parameters()), {"d2t": torch.int64, "t2d": torch.bool}
+    odd = [f"{name} in {weight.dtype}" for name, weight in tensors.items() if not weight.is_floating_point() or weight.itemsize < 2]
+    odd += [f"{name} in {getattr(head, name).dtype}" for name, dtype in tables.items() if getattr(head, name).dtype != dtype]
+    if odd or (finite and (odd := [f"NaN or infinite values in {name}" for name, w in tensors.items() if not bool(w.isfinite().all())])):
+        raise ValueError(f"{folder}/model.safetensors holds {', '.join(odd)}; copy the head again, or take an earlier checkpoint")
 
 
 def _without_weights() -> Any:
@@ -376,6 +388,9 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} is no head directory: {name} is missing; train one with `spectrain train RECIPE`")
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); train or copy the head anew") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a JSON {type(found).__name__}, an object was needed; train or copy the head anew")
+    return found

@@ -1,8 +1,13 @@
 """The tokenizer that a head belongs to, kept with it token by token, so that a refusal can name what differs."""
 
 import gzip
+import io
 import json
+import zlib
 from collections.abc import Mapping
+from typing import Any
+
+LARGEST = 2**27  # bytes of a vocabulary; one of a million tokens has a tenth of it
 
 
 def pack_tokens(vocab: Mapping[str, int]) -> bytes:
@@ -13,10 +18,22 @@ def pack_tokens(vocab: Mapping[str, int]) -> bytes:
 
 
 def first_difference(packed: bytes, vocab: Mapping[str, int]) -> tuple[int, str | None, str | None] | None:
-    """The lowest id that the two vocabularies read otherwise, with both tokens (None: no such id); None when there is none."""
-    kept, found = (json.loads(gzip.decompress(data)) for data in (packed, pack_tokens(vocab)))
+    """The lowest id that the two vocabularies read otherwise, with both tokens (None: no such id); None when there is none, or
+    what was kept is damaged."""
+    kept, found = (_unpacked(data) for data in (packed, pack_tokens(vocab)))
+    if not isinstance(kept, list):
+        return None
     for i in range(max(len(kept), len(found))):
         pair = [tokens[i] if i < len(tokens) else None for tokens in (kept, found)]
         if pair[0] != pair[1]:
             return i, pair[0], pair[1]
     return None
+
+
+def _unpacked(packed: bytes) -> Any:
+    """What was packed; None where it is damaged or of a size that no vocabulary has."""
+    try:
+        text = gzip.GzipFile(fileobj=io.BytesIO(packed)).read(LARGEST + 1)
+        return json.loads(text) if len(text) <= LARGEST else None
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error):
+        return None

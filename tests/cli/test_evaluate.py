@@ -23,7 +23,7 @@ from spectrain.evaluation.arms import Written, arms_of, keys_of
 from spectrain.evaluation.metrics import speed_cell, tau_table
 from spectrain.evaluation.records import Records, records_of
 from spectrain.evaluation.render import parse_report, terminal_table, write_report
-from spectrain.evaluation.told import advice, losses
+from spectrain.evaluation.told import advice, losses, remarks
 from spectrain.target.model import Target
 
 Run = Callable[..., dict[str, Any]]
@@ -360,7 +360,11 @@ def test_loss_is_not_told_in_plain_words() -> None:
     """Of an arm that is slower over all domains: by how much and why; of one that was not timed nothing."""
     cell = {"speedup": 0.833, "break_even": 1.92, "tau": 1.6, "v": 1.5, "draft": 0.32, "other": 0.1}
     speed = {"plain": {}, "lookup": {"all": {**cell, "speedup": 1.1}}, "tree": {"all": cell}, "late": {}}
-    assert losses({"arms": [*ARMS, {"name": "late", "drafter": "Eagle3"}], "speed": speed}) == [
+    report = {"arms": [*ARMS, {"name": "late", "drafter": "Eagle3"}], "speed": speed}
+    assert losses({**report, "speed": {**speed, "tree": {"all": {**cell, "lo": 0.7, "hi": 1.1}}}})[0].startswith(
+        "With tree speculation neither gains nor loses clearly here: 0.83× [0.70, 1.10]; a round costs 1.92 rounds"
+    )
+    assert losses(report) == [
         "With tree speculation loses here: 0.83×, because a round costs 1.92 rounds of plain decoding (verification 1.50, drafting 0.32, "
         "the rest 0.10) and commits 1.60 tokens.",
     ]
@@ -376,3 +380,20 @@ def test_failed_answers_are_not_named() -> None:
     check_exact({"exactness": {"tree": cell}})
     with pytest.raises(Inexact, match=r'\{"tree": \["code-3"\]\}'):
         check_exact({"exactness": {"lookup": cell, "tree": {"failed": 1, "failed_ids": ["code-3"]}}})
+
+
+def test_temperatures_are_weighed_against_each_other() -> None:
+    """Which drafter is best at a temperature says nothing of the other; and of several heads it is not told which one."""
+    arms = [*ARMS, {"name": "tree T=1", "drafter": "Eagle3", "temperature": 1.0, "by": "b"}]
+    cells = {"lookup": {"code": (1.2, 1.5, 1.8, 1.2)}, "tree": {"code": (1.1, 1.4, 2.0, 1.5)}, "tree T=1": {"code": (1.6, 1.9, 3.0, 1.6)}}
+    assert told(cells, arms)[::2] == ["At temperature 0: Use lookup for code (1.50×).", "At temperature 1: Use tree T=1 for code (1.90×)."]
+    both = [*ARMS, {"name": "other", "drafter": "Eagle3", "by": "b"}]
+    assert told({**cells, "other": cells["tree T=1"]}, both)[-1] == "A trained drafter's tau lies above its break-even in code."
+
+
+def test_every_head_is_called_a_demonstration() -> None:
+    few = remarks(EvaluationConfig(), 2, 0, 0, trained=False)
+    assert len(few) == 1 and "so few timed prompts" in few[0]
+    many = remarks(EvaluationConfig(temperature=(0.0, 0.7)), 8, 3, 1, trained=True)
+    assert "so few" not in " ".join(many) and "trained" in many[-1]
+    assert many[1].endswith("were not asked: 3.") and "counted at each temperature" in many[1] and many[2].endswith("not asked: 1.")

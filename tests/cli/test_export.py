@@ -63,3 +63,13 @@ def test_layer_ids_of_either_kind_are_guessed(cli: Cli, project: Path, trained: 
     assert tried.exit_code == 1 and "too close to tell what its layer ids count; give more rows" in tried.stderr, tried.output
     told = cli("import", folder, *options, "--notation", "output")
     assert told.exit_code == 0 and load_head(tmp_path / "back").layer_ids == (2, 4, 6), told.output
+
+
+def test_format_without_a_place_for_the_head_asks_for_its_target(cli: Cli, project: Path, tmp_path: Path) -> None:
+    target = load_target(project / "target")
+    head = new_head(HeadConfig(kind="eagle", output="frozen", draft_vocab_size=None), target, [], seed=0)
+    save_head(head, tmp_path / "head", run_yaml="", made_with={**made_with(target, {}), "quantization": "8bit"})
+    refused = cli("export", tmp_path / "head", "--to", "medusa", "--out", tmp_path / "out")
+    assert refused.exit_code == 1 and "which the format medusa has no place for; export it to vllm" in refused.stderr
+    done = cli("export", tmp_path / "head", "--to", "vllm", "--out", tmp_path / "out", "--target", project / "target")
+    assert done.exit_code == 0, done.output  # there is no way to load it in 8 bits for this, and its rows are the same

@@ -1,6 +1,7 @@
 """`spectrain evaluate`: what its options ask for, what a second call keeps, and how it ends where a condition does not hold."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from spectrain.decoding.shapes import Chain, Tree
 from spectrain.drafters.lookup import NGram
 from spectrain.drafters.suffix import Suffix
 from spectrain.evaluation.arms import Named, Written, arms_of, parse_form
-from spectrain.evaluation.suites import find_suite, licences, suite_hash, suite_of, suite_prompts, told_of_suite
+from spectrain.evaluation.suites import find_suite, licences, suite_hash, suite_of, suite_prompts, told_of_suite, too_long
 from spectrain.heads.base import ADAPTER, save_head
 from spectrain.target.model import Target
 from spectrain.training.setup import made_with
@@ -46,8 +47,9 @@ def test_drafters_are_mixed_up(place: Path, make_target: Callable[..., Target]) 
     for odd in ("head", "head:", "ngram:4"):
         with pytest.raises(ValueError, match="is unknown"):
             parse_drafters([odd])
-    with pytest.raises(ValueError, match="'ngram' is there twice"):
-        parse_drafters(["ngram", "none", "ngram"])
+    for twice in (["ngram", "none", "ngram"], ["head:a/head", "head:./a/head/"]):
+        with pytest.raises(ValueError, match="is there twice"):
+            parse_drafters(twice)
     assert with_head(None, None) == ("ngram",) and with_head("none, suffix", Path("a")) == ("none", "suffix", "head:a")
     assert with_head("head:a", Path("a")) == ("head:a",)
     target = make_target(vocab=12, seed=3)
@@ -55,6 +57,9 @@ def test_drafters_are_mixed_up(place: Path, make_target: Callable[..., Target]) 
     named = open_drafters(both, target)
     assert [d.name for d in named] == ["suffix", "one/head", "two/head"] and len({d.identity for d in named}) == 3
     assert [d.name for d in open_drafters(both[:2], target)] == ["suffix", "head"]
+    shutil.copytree(place / "target", place / "small/head")
+    with pytest.raises(ValueError, match="two drafters would both be called head"):
+        open_drafters([both[1], ("model", str(place / "target")), ("model", str(place / "small/head"))], target)
     (place / "two/head" / ADAPTER).mkdir()
     try:
         with pytest.raises(ValueError, match="two/head was trained together with its target"):
@@ -98,6 +103,10 @@ def test_settings_contradict_each_other() -> None:
         EvaluationConfig(temperature=(0.0, 0.7), speed_temperatures=(1.0,))
     with pytest.raises(ValueError, match="each once"):
         EvaluationConfig(temperature=(0.7, 0.7))
+    with pytest.raises(ValueError, match="each once"):
+        EvaluationConfig(temperature=(0.7, 0.70000001))  # one name for two
+    with pytest.raises(ValueError, match="no domain can be called 'all'"):
+        Suite(name="s", prompts={"all": 1})
     with pytest.raises(ValueError, match="name b, and `prompts` takes none"):
         Suite(name="s", prompts={"a": 1}, domains={"b": "b.jsonl"})
 
@@ -135,7 +144,10 @@ def test_domain_takes_the_prompts_of_another(tmp_path: Path, make_target: Callab
     short = len(target.encode(chosen["a"][0].chat)) - len(chosen["a"][0].turns[0].split())
     long = suite_prompts(Suite(**base, prompts={"a": "all"}, min_prompt_tokens=short + 3), target, tmp_path)
     assert {p.id for p in long["a"]} == {"a2", "a3"}
+    with pytest.raises(ValueError, match="at most 6 tokens, 0 fit"):  # with its answer a prompt has to fit into the target
+        suite_prompts(Suite(**base, prompts={"a": 1}, max_new_tokens=target.max_length - 6), target, tmp_path)
     config = EvaluationConfig(prompts=str(tmp_path / "p/a.jsonl"))
+    assert too_long(config, {"a": chosen["a"]}, tmp_path) == 1 and too_long(EvaluationConfig(), {"a": chosen["a"]}, tmp_path) == 0
     assert suite_of(config, tmp_path).prompts == {"a": "all"} and suite_of(config, tmp_path).turns == 3
 
 
@@ -169,6 +181,9 @@ def test_command_ends_well_where_a_condition_fails(place: Path, cli: Cli, tmp_pa
     again = json.loads(result.stdout)
     assert again == json.loads((tmp_path / "a/report.json").read_text())
     assert again["against"]["paired"] and {row["difference"] for row in again["against"]["rows"]} == {0.0}
+    other = cli(*ask[:-len(SMALL) - 3], "--shapes", "chain:3", *SMALL, "--out", tmp_path / "b", "--against", tmp_path / "a")
+    assert other.exit_code == 1 and "has no drafting arm of this evaluation" in " ".join(other.stderr.split())
+    assert not (tmp_path / "b/records.jsonl").exists(), "told before the work"
     lines = (tmp_path / "a/records.jsonl").read_text().splitlines()
     assert lines[: len(counted)] == counted and sum('"mode": "tau"' in line for line in lines) == 2 * 3 * 9
     assert again["tau"]["ngram chain:2"] == report["tau"]["ngram chain:2"] and again["speed"]["plain T=1"] == {}
@@ -177,10 +192,13 @@ def test_command_ends_well_where_a_condition_fails(place: Path, cli: Cli, tmp_pa
 def test_fault_is_told_after_the_work(place: Path, cli: Cli, tmp_path: Path) -> None:
     """What cannot be asked is refused before the target is loaded."""
     ask = ["evaluate", "--target", "./nowhere", "--prompts", place / "own.jsonl", "--out", tmp_path / "out"]
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text("{}")
     for more, said in (
         (["--drafters", "medusa"], "drafter 'medusa' is unknown"), (["--shapes", "chain"], "shape 'chain' is unknown"),
         (["--temperature", "warm"], "--temperature needs numbers"), (["--require", "tau"], "--require 'tau' is no condition"),
         (["--against", tmp_path / "none"], "--against needs the report.json"), (["--engine", "vllm"], "add --endpoint"),
+        (["--against", damaged], "bad report: 'title' is missing"),
         (["--prompts", tmp_path / "none.jsonl"], "no file"),
     ):  # fmt: skip
         result = cli(*ask, *more)

@@ -11,10 +11,10 @@ from spectrain.data.formats import Prompt
 from spectrain.decoding.shapes import Chain
 from spectrain.drafters.lookup import NGram
 from spectrain.drafters.scripted import Scripted
-from spectrain.evaluation.comparison import labels_of
+from spectrain.evaluation.comparison import compared, labels_of
 from spectrain.evaluation.measure import Arm, measure_tau
 from spectrain.evaluation.metrics import tau_table
-from spectrain.evaluation.records import Records
+from spectrain.evaluation.records import Records, records_of
 from spectrain.evaluation.render import write_report
 from spectrain.target.model import Target
 
@@ -103,3 +103,44 @@ def test_bench_of_the_folder_is_left_out(folders: tuple[Path, Path], cli: Callab
     assert "Throughput (batch 2): 20 tokens/s plainly, 24 with head" in json.loads(result.stdout)["service"][0]
     page = (tmp_path / "report.html").read_text()
     assert "tokens/s of the whole batch" in page and "By batch" in (tmp_path / "report.md").read_text()
+
+
+def test_heads_of_one_report_are_put_under_one_name(folders: tuple[Path, Path]) -> None:
+    """Two heads of one report stay two; arms that lose are told of; comparisons are within a temperature."""
+    reports = {}
+    for label, folder in zip(("a", "b"), folders, strict=True):
+        report = json.loads((folder / "report.json").read_text())
+        arm = report["arms"][2]
+        second = {**arm, "name": "two/head chain:3", "by": "two/head"}
+        warm = [{**report["arms"][1], "name": "ngram chain:2 T=1", "temperature": 1.0, "plain": "plain T=1"}]
+        report["arms"] += [second, *warm]
+        report["tau"] |= {"two/head chain:3": report["tau"]["head chain:3"], "ngram chain:2 T=1": report["tau"]["ngram chain:2"]}
+        cell = {key: 0.5 for key in ("seconds", "tokens_per_s", "speedup", "lo", "hi", "tau", "v", "draft", "other", "break_even")}
+        cells = {d: {**cell, "tokens": 1, "prompts": 2} for d in (*DOMAINS, "all")}
+        report["speed"] = {arm["name"]: cells for arm in report["arms"] if not arm["temperature"]}
+        report["alpha"] = {name: {"all": {"value": value}} for name, value in (("head", 0.1), ("two/head", 0.2), ("two/head T=1", 0.3))}
+        reports[label] = report
+    records = {label: dict(records_of(folder, reports[label])) for label, folder in zip(reports, folders, strict=True)}
+    for found in records.values():
+        found |= {"two/head chain:3": found["head chain:3"], "ngram chain:2 T=1": found["ngram chain:2"][:3]}
+    merged = compared(reports, records)
+    assert {key: cells["all"]["value"] for key, cells in merged["alpha"].items()} == {
+        "a": 0.1, "a two/head": 0.2, "a two/head T=1": 0.3, "b": 0.1, "b two/head": 0.2, "b two/head T=1": 0.3,
+    }  # fmt: skip
+    assert {arm["by"] for arm in merged["arms"]} == {"none", "ngram", "a", "a two/head", "b", "b two/head"}
+    assert any("With b two/head chain:3 speculation loses here: 0.50×, because" in sentence for sentence in merged["advice"])
+    assert len(merged["pairs"]) == 5 * 4 // 2
+    for report, texts in zip(reports.values(), ("1" * 64, "2" * 64), strict=True):
+        report["suite"]["prompts_sha256"] = texts
+    with pytest.raises(ValueError, match="prompts 222222222222 instead of 111111111111"):
+        compared(reports, records)
+
+
+def test_reading_records_cuts_them(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """An evaluation may be in the middle of a line: who only reads leaves that line out and the file as it is."""
+    report, content = json.loads((folders[0] / "report.json").read_text()), (folders[0] / "records.jsonl").read_bytes()
+    (tmp_path / "records.jsonl").write_bytes(content + b'{"key": "half')
+    assert records_of(tmp_path, report) == records_of(folders[0], report) != {}
+    assert (tmp_path / "records.jsonl").read_bytes() == content + b'{"key": "half'
+    Records(tmp_path / "records.jsonl", "k")
+    assert (tmp_path / "records.jsonl").read_bytes() == content

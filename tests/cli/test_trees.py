@@ -190,7 +190,7 @@ def test_tree_is_measured_as_another(made: Made, small: Target, head: Any, root:
     smaller = given_tree(config(tree=str(path), tree_nodes=content["budgets"][0]["nodes"]), root, head)
     assert smaller is not None and smaller.shape.budget == content["budgets"][0]["nodes"]
     others = [p for rows in suite_prompts(load_config(Suite, root / "eval/suites/other.yaml"), small, root).values() for p in rows]
-    notes = " ".join(tree_notes(smaller, small, head, others, temperature=0.0))
+    notes = " ".join(tree_notes(smaller, small, head, others, temperature=0.0, template={}))
     assert "flattered" not in notes and f"tau {content['budgets'][0]['tau']:.2f} was expected" in notes
 
 
@@ -199,12 +199,12 @@ def test_foreign_tree_is_taken_for_the_heads_own(made: Made, small: Target, make
     other = make_head(small, draft_vocab=10, seed=1)
     tree = given_tree(config(tree=str(path)), root, other)
     assert tree is not None
-    notes = " ".join(tree_notes(tree, small, other, [], temperature=1.0))
+    notes = " ".join(tree_notes(tree, small, other, [], temperature=1.0, template={}))
     assert "measured with another head (Eagle3, of other weights)" in notes and "counted at temperature 0" in notes
     listed = root / "list.json"
     listed.write_text("[[0], [1]]")
     own = given_tree(config(tree=str(listed)), root, other)
-    assert own is not None and "where it comes from is not known" in tree_notes(own, small, other, [], temperature=0.0)[0]
+    assert own is not None and "where it comes from is not known" in tree_notes(own, small, other, [], temperature=0.0, template={})[0]
 
 
 def test_tree_that_cannot_be_drafted_is_accepted(made: Made, head: Any, root: Path) -> None:
@@ -262,7 +262,7 @@ def test_tree_of_equal_size_lends_its_figures(made: Made, small: Target, head: A
     for nodes in (None, size):
         tree = read_tree(config(tree="equal.json", tree_nodes=nodes), root)
         assert tree is not None
-        told += tree_notes(tree, small, head, [], temperature=0.0)
+        told += tree_notes(tree, small, head, [], temperature=0.0, template={})
     assert "tau 7.77 was expected" in told[0] and f"tau {content['budgets'][0]['tau']:.2f} was expected" in told[1]
 
 

@@ -46,6 +46,7 @@ REPORT: dict[str, Any] = {
         (" tau.all <= 2.2 ", 2.2, True, "head:a chain:4 T=0.7"),
         ("tau.all (macro)==2.1", 2.1, True, "head:a chain:4 T=0.7"),
         ("tau.code@ngram chain:8 >= 2", 1.5, False, "ngram chain:8"),
+        ("tau @ ngram chain:8 >= 1", 1.4, True, "ngram chain:8"),
         ("tau.chat.v2@head:a chain:4 T=0.7<2e0", 1.9, True, "head:a chain:4 T=0.7"),
         ("tau@head:a chain:4 T=0.7>=2", 2.2, True, "head:a chain:4 T=0.7"),
         ("acceptance.1>=0.5", 0.55, True, "head:a chain:4 T=0.7"),

@@ -55,6 +55,8 @@ def test_tau_is_a_mean_of_means() -> None:
     assert [(table[key]["tokens"], table[key]["rounds"], table[key]["prompts"]) for key in table] == [
         (12, 10, 2), (8, 2, 1), (20, 12, 3), (20, 12, 3),
     ]  # fmt: skip
+    micro, macro = table["all (micro)"], table["all (macro)"]
+    assert len(micro["acceptance"]) == 3 and macro["acceptance"] == macro["conditional"] == [] and "lengths" not in macro
 
 
 def test_token_of_the_prompts_pass_is_counted() -> None:

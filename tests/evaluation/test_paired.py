@@ -169,10 +169,13 @@ def test_unlike_runs_are_compared_prompt_by_prompt() -> None:
     for other, more, said in (
         (report(then, suite={"name": "other v1", "sha256": "2"}), both, "another suite (other v1)"),
         (report(then, settings={"temperature": 0.0, "max_new_tokens": 16}), both, "up to 16 new tokens, these up to 64"),
+        (report(then, suite={"name": "s v1", "sha256": "1", "prompts_sha256": "b"}), both, "prompts of the suite were others"),
+        (report(then), {**both, "then": {"head chain 4": then[1:]}}, "Other turns of the prompts"),
         (report(then), {}, "records of the earlier evaluation are not there"),
         (report(then), {"now": both["now"], "then": {}}, "records of the earlier evaluation are not there"),
     ):
-        found = against(report(now), other, file="r", **more)
+        suite = {"name": "s v1", "sha256": "1", "prompts_sha256": "a"}
+        found = against(report(now, suite=suite), other, file="r", **more)
         row = found["rows"][2]
         assert not found["paired"] and row["difference"] == pytest.approx(paired["difference"])
         assert row["hi"] - row["lo"] > 1.5 * (paired["hi"] - paired["lo"]) and row["p"] > paired["p"]
@@ -187,3 +190,14 @@ def test_arm_of_another_temperature_is_the_same_arm() -> None:
     lone = report(now[:1])
     row = against(lone, report(then[:1]), file="r")["rows"][0]
     assert row["lo"] is None and row["p"] is None and row["difference"] == row["now"] - row["then"]
+
+
+def test_same_arm_goes_by_two_names() -> None:
+    """Where several temperatures are measured names end in theirs: the arm is the same. Another target is told."""
+    now, then = two_runs()
+    arms = [arm("plain", 0), {**arm("head chain 4 T=0.7"), "temperature": 0.7}]
+    told = {"arms": arms, "tau": {"head chain 4 T=0.7": report(now)["tau"]["head chain 4"]}, "made_of": {"target": "a"}}
+    other = report(then, settings={"temperature": 0.7, "max_new_tokens": 64}, made_of={"target": "b"}, target="large")
+    found = against(report(now, **told), other, file="r", now={"head chain 4 T=0.7": now}, then={"head chain 4": then})
+    assert found["paired"] and found["rows"][2]["arm"] == "head chain 4 T=0.7"
+    assert found["note"].endswith("The earlier evaluation is of a target of other weights (large).")

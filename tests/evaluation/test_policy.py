@@ -80,13 +80,16 @@ def test_loss_is_not_told() -> None:
     speed = {arm: {"tokens_per_s": 25.0 * gain, "speedup": gain} for arm, gain in gains.items()}
 
     def content(found: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"drafters": {"head": {"rows": found, "flips_at": flips_at(found)}}}
+        return {"drafters": {"head": {"rows": found, "flips_at": flips_at(found), "depth": 4}}}
 
     told = advice_by_service(speed, content(rows(1.5, 1.1, 0.83)))
     assert told[0] == "Latency (batch 1): head gives a token in 26.7 ms instead of 40.0 ms (1.50×)."
     assert "speculation loses here: 0.83×, because a round costs 1.80 rounds of plain decoding and commits 1.49 tokens" in told[1]
-    assert told[2].startswith("Between: head pays up to batch 2 and loses from 4 on; draft 3 up to batch 2")
+    assert told[2] == "Between: with head draft 3 up to batch 2, then nothing. Drafting 4 always loses from batch 4 on."
     assert "at no batch" in advice_by_service(speed, content(rows(0.9, 0.8)))[-1]
-    assert "pays at every load" in advice_by_service({}, content(rows(1.5, 1.2)))[0]
+    assert advice_by_service({}, content(rows(1.5, 1.2)))[1] == "Between: with head draft 3 up to batch 2."
+    shallow = rows(0.95)  # all four drafts lose, three of them pay
+    shallow[0]["k"] = 3
+    assert "draft 3 up to batch 1. Drafting 4 always loses from batch 1" in advice_by_service({}, content(shallow))[1]
     assert "spectrain bench" in advice_by_service(speed)[-1]
     assert "speculation loses here" in advice_by_service({"plain": speed["plain"], "head": {"tokens_per_s": 20.0, "speedup": 0.8}})[0]

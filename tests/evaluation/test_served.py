@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from spectrain.cli import app
 from spectrain.cli.served import evaluate_engine
 from spectrain.config import EvaluationConfig
 from spectrain.data.endpoint import Endpoint
@@ -35,7 +37,7 @@ def head(target: Target, make_head: Callable[..., Any]) -> Any:
     """It has learnt some of the target's answers to the prompts."""
     ids = [target.encode(p.chat) for p in prompts()]
     plain = [row.tokens for row in generate(target, ids, max_new_tokens=30, ignore_eos=True, compile=False).rows]
-    return train_a_moment(target, make_head(target, draft_vocab=100), ids, plain, passes=80)
+    return train_a_moment(target, make_head(target, draft_vocab=100), ids, plain, passes=50)
 
 
 def prompts(number: int = 5, turns: int = 2, domain: str = "red") -> list[Prompt]:
@@ -168,3 +170,26 @@ def test_other_traffic_is_taken_for_the_suites_own(target: Target, head: Any, pr
         assert "own_tau" not in found["rows"][0]
         found = command(project, engine, own=False)  # which makes that domain again
         assert [row["alone"] for row in found["rows"]] == [True] * 3 and engine.asked == 9 + 1 + 3
+
+
+def test_command_leaves_the_report_as_it_was(target: Target, head: Any, project: Path) -> None:
+    """The table goes into the folder's report, is printed as JSON, and another suite's report is not given it."""
+
+    def run(*more: str) -> Any:
+        where = ["--target", str(project / "target"), "--out", str(project / "out"), "--suite", str(project / "eval/suites/two.yaml")]
+        return CliRunner().invoke(app, ["evaluate", *where, *more])
+
+    few = ("--set", "speed_max_new_tokens=4", "--set", "speed_prompts=1", "--set", "anatomy=false", "--set", "compile=false")
+    assert run("--drafters", "ngram", *few).exit_code == 0
+    with running(target, head, depth=DEPTH) as engine:
+        asked = ("--engine", "vllm", "--endpoint", engine.url)
+        result = run(*asked, "--head", str(project / "head"), "--json")
+        assert result.exit_code == 0, result.output
+        report = json.loads((project / "out/report.json").read_text())
+        assert json.loads(result.stdout) == report["served"] == json.loads((project / "out/served.json").read_text())
+        assert "Served by an engine" in (project / "out/report.md").read_text() and report["tau"]
+        assert "leave the other options out" in run(*asked, "--require", "tau>=1").output
+        suite = project / "eval/suites/two.yaml"
+        suite.write_text(suite.read_text().replace("turns: 2", "turns: 1"))
+        before = engine.asked
+        assert "choose another folder" in run(*asked).output and engine.asked == before

@@ -19,9 +19,11 @@ import spectrain as st
 from spectrain.cli import app
 from spectrain.cli.push import data_used
 from spectrain.cli.start import weights_hash
-from spectrain.heads.base import save_head
+from spectrain.config import HeadConfig
+from spectrain.heads.base import adapter_hash, save_head
 from spectrain.heads.tokens import pack_tokens
 from spectrain.target.model import Target
+from spectrain.training.setup import new_head
 
 SERVER = runpy.run_path(str(Path(__file__).with_name("hub_server.py")))
 TOKEN, Commit, Hub, Repo, running = (SERVER[name] for name in ("TOKEN", "Commit", "Hub", "Repo", "running"))
@@ -163,12 +165,53 @@ def test_card_without_a_report_says_so(hub: Hub, save: Any, push: Any, tmp_path:
     assert "Not measured" in card.text and card.data.eval_results is None
 
 
+def test_card_shows_calls_that_fail(hub: Hub, push: Any, target: Target, tmp_path: Path) -> None:
+    """A chain deeper than the head drafts, a target in other bits, the name of a folder of this machine; and what a format changes."""
+    made_with = {"target": str(tmp_path / "model"), "versions": {}, "quantization": "8bit", **target.fingerprints}
+    medusa = new_head(HeadConfig(kind="medusa", num_heads=2, draft_vocab_size=None), target, [], seed=0)
+    save_head(medusa, tmp_path / "head", run_yaml="", made_with={**made_with, "target_revision": None, "template_sha256": ""})
+    asked = ("--base-model", BASE, "--license", "mit", "--with-format", "medusa")
+    result = push(tmp_path / "head", *asked, "--dry-run", tmp_path / "é")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "é/README.md").read_text()
+    assert "st.Chain(2)" in text and f'st.load_target("{BASE}", quantization="8bit")' in text and '"model": "head/medusa"' in text
+    assert json.loads((tmp_path / "é/medusa/config.json").read_text())["base_model_name_or_path"] == BASE
+
+
+def test_dry_run_that_fails_leaves_a_part(hub: Hub, save: Any, push: Any, tmp_path: Path) -> None:
+    head = save()
+    assert push(head, "--dry-run", tmp_path / "out", "--with-format", "medusa").exit_code == 1
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == {"head"}  # the cache is huggingface_hub's
+    (tmp_path / "out").mkdir()
+    assert push(head, "--dry-run", tmp_path / "out").exit_code == 0 and (tmp_path / "out/README.md").is_file()
+    (head / "run.yaml").write_text("a: [")
+    assert "run.yaml of the head is damaged" in push(head).output
+
+
+def test_card_of_a_head_with_an_adapter_forgets_it(hub: Hub, save: Any, push: Any, tmp_path: Path) -> None:
+    head = save()
+    made = json.loads((head / "made_with.json").read_text())
+    (head / "adapter").mkdir()
+    (head / "adapter/adapter_config.json").write_text("{}")
+    (head / "adapter/adapter_model.safetensors").write_bytes(b"weights")
+    (head / "made_with.json").write_text(json.dumps({**made, "adapter_sha256": adapter_hash(head / "adapter")}))
+    refused = push(head, "--with-format", "vllm", "--dry-run", tmp_path / "out")
+    assert refused.exit_code == 1 and "leave --with-format out" in refused.output
+    assert push(head, "--dry-run", tmp_path / "out").exit_code == 0
+    text = (tmp_path / "out/README.md").read_text()
+    assert f'st.load_target("{BASE}", adapter=folder)' in text and "st.load_head(folder, target)" in text
+    assert f"export head --to merged --target {BASE} --out merged\nspectrain export head --to FORMAT --target merged" in text
+    assert (tmp_path / "out/adapter/adapter_model.safetensors").is_file() and "the frozen model" not in text
+
+
 def test_branch_and_commit_are_loaded_as_named(hub: Hub, save: Any, push: Any) -> None:
     one, two = save("one"), save("two", seed=1)
     first = json.loads(push(one, "--json").stdout)["commit"]
     assert push(two, "--revision", "wider").exit_code == 0
     assert same_weights(st.load_head("me/head"), st.load_head(one))
     assert same_weights(st.load_head("me/head", revision="wider"), st.load_head(two))
+    with pytest.raises(ValueError, match="is a folder here, which has no revision 'wider'"):
+        st.load_head(one, revision="wider")
     result = push(two)
     assert result.exit_code == 0 and f"me/head held another head; it stays there as commit {first}" in result.output
     assert same_weights(st.load_head("me/head"), st.load_head(two))
@@ -253,6 +296,9 @@ def test_unknown_licence_base_and_foreign_report_are_asked_for(hub: Hub, save: A
     assert "said to be people/base-135m" in (tmp_path / "out/README.md").read_text()
     report = write_report(tmp_path / "evaluation", save("other", seed=1))
     assert "is not of this head alone" in push(local, "--base-model", BASE, "--report", report).output
+    for text in ("[]", '{"made_of": {"target": "x"}}'):  # of no head at all
+        (report / "report.json").write_text(text)
+        assert "is not of this head alone (no head" in push(local, "--base-model", BASE, "--report", report).output
     assert "me/head" not in hub.repos
 
 

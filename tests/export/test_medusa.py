@@ -209,6 +209,25 @@ def test_folder_of_another_vocabulary_or_depth_is_taken(target: Target, make_tar
         head_from_folder(out, target)
 
 
+def test_map_of_ids_that_are_none_is_a_traceback(target: Target, tmp_path: Path) -> None:
+    out = export_head(medusa(target, tmp_path / "head"), "vllm", tmp_path / "out")
+    tensors = load_file(out / "model.safetensors")
+    for map_D, message in ((10**6 + torch.arange(37), "from 1000000 to 1000036"), (torch.zeros(37, dtype=torch.complex64), "no list")):
+        save_file({**tensors, "token_map": map_D}, out / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            head_from_folder(out, target)
+
+
+def test_rows_of_the_target_are_trained_with_the_head(target: Target, tmp_path: Path) -> None:
+    """A folder without output layers takes the target's rows: as a copy."""
+    W = target.output_VW.shape[1]
+    torch.save({"0.0.linear.weight": torch.eye(W)}, tmp_path / "medusa_lm_head.pt")
+    head, notes = head_from_folder(tmp_path, target, layer_ids=[-1])
+    assert torch.equal(head.lm_head[0].weight, target.output_VW) and not any("layer ids" in note for note in notes)
+    assert head.lm_head[0].weight.data_ptr() != target.output_VW.data_ptr()
+    assert "not looked at" in head_from_folder(tmp_path, target, layer_ids=[1, 2])[1][-1]
+
+
 def test_missing_rows_win() -> None:
     from spectrain.export.medusa import whole_rows
 

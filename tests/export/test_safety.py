@@ -155,6 +155,21 @@ def test_pickle_is_run(target: Target, tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("odd", [torch.eye(4).to_sparse(), torch.empty(4, 4, device="meta")], ids=["sparse", "meta"])
+def test_tensor_without_all_its_values_is_a_traceback(target: Target, tmp_path: Path, odd: Tensor) -> None:
+    torch.save({"0.0.linear.weight": torch.eye(4), "0.1.weight": odd}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match="medusa_lm_head.pt holds more than named tensors"):
+        head_from_folder(tmp_path, target)
+
+
+def test_pickle_that_is_a_link_leads_out_of_the_folder(target: Target, tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "secret.pt")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/medusa_lm_head.pt").symlink_to("../secret.pt")
+    with pytest.raises(ValueError, match="medusa_lm_head.pt leads out of the folder, to .*secret.pt"):
+        head_from_folder(tmp_path / "theirs", target)
+
+
 def test_code_in_the_folder_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = folder_of(tmp_path / "theirs")
     (theirs / "modeling.py").write_text("print('surprise')\nclass Head: ...\n")

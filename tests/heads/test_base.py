@@ -98,6 +98,45 @@ def test_config_that_disagrees_with_the_tensors_is_taken(folder: Path) -> None:
         load_head(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "made_with.json"])
+@pytest.mark.parametrize("text", ["[]", "3", "[" * 100_000, "\x00"])
+def test_settings_of_another_kind_are_a_traceback(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name} (is damaged|holds a JSON)"):
+        load_head(folder)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"intermediate_size": 2**40}, {"vocab_size": 2**45}, {"head_dim": -8}, {"num_key_value_heads": 0}, {"head": {}}], ids=str
+)
+def test_sizes_that_no_head_has_are_a_traceback(folder: Path, sizes: dict[str, object]) -> None:
+    edit(folder, "config.json", **sizes)
+    with pytest.raises(ValueError, match="does not hold this head|is unknown"):
+        load_head(folder)
+
+
+def test_weights_that_are_none_are_taken(folder: Path) -> None:
+    """Of a head from the Hub, which anybody may have written: NaN, 8 bits, whole numbers, and tables in another type."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    fc, norm = tensors["fc.weight"], tensors["norm.weight"]
+    changes = {
+        "NaN or infinite values in norm.weight": {"norm.weight": norm * float("nan")},
+        "fc.weight in torch.float8_e4m3fn": {"fc.weight": fc.to(torch.float8_e4m3fn)},
+        "does not hold this head": {"norm.weight": norm.to(torch.int8)},
+        "d2t in torch.float32": {"d2t": tensors["d2t"].float()},
+    }
+    for message, change in changes.items():
+        save_file({**tensors, **change}, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_head(folder)
+
+
+def test_loaded_head_changes_with_its_file(folder: Path, head: Eagle3) -> None:
+    loaded, path = load_head(folder), folder / "model.safetensors"
+    path.write_bytes(b"\0" * path.stat().st_size)  # the same file, not another one of its name
+    assert torch.equal(loaded.fc.weight, head.fc.weight)
+
+
 def test_another_vocabulary_table_is_taken(folder: Path) -> None:
     """VM1, VM2: the tables come from another run, or are missing."""
     tensors = load_file(folder / "model.safetensors")

@@ -1,5 +1,7 @@
 """The tokens that a head keeps of its target's tokenizer."""
 
+import gzip
+
 import pytest
 
 from spectrain.heads.tokens import first_difference, pack_tokens
@@ -27,3 +29,12 @@ def test_same_tokens_make_other_bytes() -> None:
     assert pack_tokens(VOCAB) == pack_tokens(dict(reversed(VOCAB.items())))
     large = {f"token{i}": i for i in range(50_000)}
     assert len(pack_tokens(large)) < 5 * len(large)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [b"", b"text", pack_tokens(VOCAB)[:-9], gzip.compress(b'{"a": 0}', mtime=0), gzip.compress(b" " * (2**27 + 1), mtime=0)],
+    ids=["empty", "no gzip", "cut", "no list", "too large"],
+)
+def test_kept_tokens_that_are_damaged_are_a_traceback(kept: bytes) -> None:
+    assert first_difference(kept, VOCAB) is None
