@@ -155,10 +155,11 @@ def _told(found: Mapping[str, Any]) -> Iterator[Any]:
     """The table for the terminal, and what must be known of it."""
     beside = "own_tau" in found["rows"][0]
     for temperature in dict.fromkeys(row["temperature"] for row in found["rows"]):
-        here = f", then by this generator; equal: answers that are the same{' up to chance' if temperature else ''}" if beside else ""
+        same = "" if temperature else "; equal: answers that are the same"
+        here = f", then by this generator{same}" if beside else ""
         title = f"{found['engine']}, drafts of {found['depth']}, temperature {temperature:g} (tokens {found['rule']}{here})"
         table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
-        for name in ["domain", "rounds", "tau", "accepted by position, %", "tokens/s", *(["equal"] if beside else [])]:
+        for name in ["domain", "rounds", "tau", "accepted by position, %", "tokens/s", *(["equal"] if beside and not temperature else [])]:
             table.add_column(name, justify="left" if name == "domain" else "right")
         for row in found["rows"]:
             if row["temperature"] == temperature:
@@ -176,5 +177,5 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     own = " ".join(f"{100 * share:.1f}" for share in row["own_acceptance"]) or "–"
     return [
         row["domain"] + mark, f"{row['drafts']:,}\n{row['own_drafts']:,}", f"{row['tau']:.3f}\n{row['own_tau']:.3f}", f"{shares}\n{own}",
-        f"{row['tokens_per_s']:.1f}", f"{row['equal']} of {row['compared']}",
+        f"{row['tokens_per_s']:.1f}", *([f"{row['equal']} of {row['compared']}"] if "equal" in row else []),
     ]  # fmt: skip

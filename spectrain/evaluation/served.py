@@ -291,8 +291,9 @@ def _row(domain: str, temperature: float, records: Sequence[Mapping[str, Any]], 
         row |= {
             "own_drafts": ours.rounds, "own_tau": ours.tau, "own_acceptance": ours.shares, "difference": counts.tau - ours.tau,
             "points": [100 * (a - b) for a, b in zip(counts.shares, ours.shares, strict=False)],
-            "equal": sum(own["equal"] for own in owns), "compared": sum(own["answers"] for own in owns),
         }  # fmt: skip
+        if not temperature:  # draws are not compared
+            row |= {"equal": sum(own["equal"] for own in owns), "compared": sum(own["answers"] for own in owns)}
     return row
 
 

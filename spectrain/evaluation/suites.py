@@ -68,7 +68,9 @@ def suite_prompts(suite: Suite, target: Target, root: Path) -> dict[str, list[Pr
         every = [p for p in every if p.domain == domain] or every
         if wanted := suite.sources.get(domain):
             every = [p for p in every if p.source in wanted]
-        least, most = suite.min_prompt_tokens, min(suite.max_prompt_tokens, target.max_length - suite.max_new_tokens)
+        least, most = suite.min_prompt_tokens, suite.max_prompt_tokens
+        if target.model is not None:  # of one that an engine serves the tokenizer alone is here
+            most = min(most, target.max_length - suite.max_new_tokens)
         fits = [p for p in every if least <= len(target.encode(p.chat, **suite.template_kwargs)) <= most]
         needed = 1 if number == "all" else number
         if len(fits) < suite.skip + needed:
