@@ -17,8 +17,9 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,32 +77,11 @@ class Run:
         return f"{re.sub(r'[^a-z0-9]+', '-', f'{self.group} {self.arm}'.lower()).strip('-')}-{self.seed}"
 
 
-class FirstDraftLost:
-    """Samples whose answers begin a token later, which is what a mask read at token i leaves of answers that end their row: the row before
-    an answer's first token no longer counts."""
+class Changed:
+    """Samples of which every batch is changed."""
 
-    def __init__(self, samples: Samples) -> None:
-        self._samples, self.rows = samples, samples.rows
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, i: int) -> Sample:
-        return split(self.batch([i]), [len(self.rows[i])])[0]
-
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        batch = self._samples.batch(numbers)
-        before_BL = torch.nn.functional.pad(batch.mask_BL, (1, 0))[:, :-1]
-        mask_BL = batch.mask_BL * before_BL
-        kept_P = mask_BL.flatten()[batch.mask_BL.flatten().bool()].bool()
-        return replace(batch, mask_BL=mask_BL, last=batch.last[kept_P], best_P=batch.best_P[kept_P], lse_P=batch.lse_P[kept_P])
-
-
-class SomeStates:
-    """Samples of a store of several states with some of them, by their place among `of`."""
-
-    def __init__(self, samples: Samples, places: Sequence[int], *, of: int) -> None:
-        self._samples, self._places, self._of, self.rows = samples, list(places), of, samples.rows
+    def __init__(self, samples: Samples, change: Callable[[Batch], Batch]) -> None:
+        self._samples, self._change, self.rows = samples, change, samples.rows
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -110,11 +90,24 @@ class SomeStates:
         return split(self.batch([i]), [len(self.rows[i])])[0]
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        batch = self._samples.batch(numbers)
-        of = batch.states
-        codes = of.codes.unflatten(-1, (self._of, -1))[..., self._places, :].flatten(-2)
-        parts = (None if t is None else t[..., self._places, :] for t in (of.place, of.kept))
-        return replace(batch, states=Codes(codes, None if of.scale is None else of.scale[..., self._places], *parts))
+        return self._change(self._samples.batch(numbers))
+
+
+def first_draft_lost(batch: Batch) -> Batch:
+    """Answers that begin a token later, which is what a mask read at token i leaves of answers that end their row: the row before an
+    answer's first token no longer counts."""
+    before_BL = torch.nn.functional.pad(batch.mask_BL, (1, 0))[:, :-1]
+    mask_BL = batch.mask_BL * before_BL
+    kept_P = mask_BL.flatten()[batch.mask_BL.flatten().bool()].bool()
+    return replace(batch, mask_BL=mask_BL, last=batch.last[kept_P], best_P=batch.best_P[kept_P], lse_P=batch.lse_P[kept_P])
+
+
+def some_states(batch: Batch, places: Sequence[int], *, of: int) -> Batch:
+    """Some of the `of` states of a batch, by their place."""
+    all_of = batch.states
+    codes = all_of.codes.unflatten(-1, (of, -1))[..., places, :].flatten(-2)
+    parts = (None if t is None else t[..., places, :] for t in (all_of.place, all_of.kept))
+    return replace(batch, states=Codes(codes, None if all_of.scale is None else all_of.scale[..., places], *parts))
 
 
 @torch.no_grad()
@@ -222,8 +215,8 @@ class Bench:
 
     def samples(self, run: Run, recipe: Recipe, store: FeatureStore) -> Samples:
         ids, own = list(store.layer_ids), layer_ids(recipe.head, self.target)
-        some = SomeStates(store, [ids.index(i) for i in own], of=len(ids))
-        return FirstDraftLost(some) if run.change == "first_draft_lost" else some
+        some = Changed(store, partial(some_states, places=[ids.index(i) for i in own], of=len(ids)))
+        return Changed(some, first_draft_lost) if run.change == "first_draft_lost" else some
 
     def run(self, run: Run) -> dict[str, Any]:
         """Train and measure, where that is not done yet."""

@@ -1,0 +1,57 @@
+"""scripts/ablate.py, what in it needs no training: the table's settings, and the changes that no setting makes."""
+
+import importlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+
+from spectrain.config import Recipe, load_config
+from spectrain.data.rows import Row
+from spectrain.target.features import OnlineFeatures
+from spectrain.target.model import Target
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def ablate() -> Iterator[ModuleType]:
+    """The script as a module; it stands beside the package, not in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        yield importlib.import_module("ablate")
+
+
+def test_setting_of_an_arm_is_none(ablate: ModuleType) -> None:
+    """Every arm of the table loads, and differs from the default."""
+    table = yaml.safe_load((ROOT / "eval/ablations.yaml").read_text())
+    runs = list(ablate.runs_of(table, ""))
+    default = load_config(Recipe, ROOT / table["recipe"])
+    for run in runs:
+        recipe = load_config(Recipe, ROOT / table["recipe"], [*run.set])
+        assert (recipe == default) == (not run.set), run
+    assert len({run.folder for run in runs}) == len(runs)
+    table["groups"]["mask"]["arms"] = {"a": {"change": "nothing"}}
+    with pytest.raises(ValueError, match="mask: a asks for the change 'nothing'; there are"):
+        list(ablate.runs_of(table, ""))
+
+
+def test_another_row_than_the_first_is_lost(ablate: ModuleType, target: Target) -> None:
+    rows = [Row("a", "any", list(range(9, 17)), [0, 0, 1, 1, 1, 0, 1, 1]), Row("b", "any", list(range(9, 14)), [0, 1, 1, 1, 1])]
+    every = OnlineFeatures(target, rows, (1, 2))
+    found, whole = ablate.Changed(every, ablate.first_draft_lost).batch([0, 1]), every.batch([0, 1])
+    assert found.mask_BL.tolist() == [[0, 0, 0, 1, 1, 0, 0, 1], [0, 0, 1, 1, 1, 0, 0, 0]]
+    kept = [1, 2, 4, 6, 7, 8]  # of the nine supervised tokens
+    assert torch.equal(found.best_P, whole.best_P[kept]) and torch.equal(found.last_PW, whole.last_PW[kept])
+    assert torch.equal(found.lse_P, whole.lse_P[kept])
+
+
+def test_states_of_another_place(ablate: ModuleType, target: Target) -> None:
+    rows = [Row("a", "any", list(range(9, 17)), [0, 0, 1, 1, 1, 1, 1, 1])]
+    some = ablate.Changed(OnlineFeatures(target, rows, (0, 1, 2)), partial(ablate.some_states, places=[0, 2], of=3))
+    alone = OnlineFeatures(target, rows, (0, 2))
+    assert torch.allclose(some[0].states.float(), alone[0].states.float(), atol=1e-5)
