@@ -268,7 +268,7 @@ class Bench:
     def compile(self) -> Any:
         total = (1 + len(ARMS) * len(self.names)) * self.args.timed * self.args.tokens
         asked = {"auto": "auto", "on": True, "off": False}[self.args.compile]
-        return for_all(self.target, asked, nodes=1 + self.shapes.tree_budget, passes=total)  # type: ignore[arg-type]
+        return for_all(self.target, asked, passes=total)  # type: ignore[arg-type]
 
     @cached_property
     def probe(self) -> Probe:

@@ -52,7 +52,7 @@ def bench(
     target = open_for(target_name, heads[0] if len(heads) == 1 else None, dtype, say, **where)
     opened = open_drafters(wanted, target)
     ids = _prompts(target, suite, suite_file, config)
-    compile = for_all(target, config.compile, nodes=2, passes=config.max_new_tokens)  # alike where costs and where rounds are timed
+    compile = for_all(target, config.compile, passes=config.max_new_tokens)  # alike where costs and where rounds are timed
     run = Bench(target, ids, config.batches, config.max_new_tokens, config.repeats, config.prompts, config.context, compile)
     content = {
         "format": FORMAT, "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "target": target.name,

@@ -84,12 +84,11 @@ def _open(
     texts = [(p.id, p.domain, p.turns) for p in figures.every(prompts)]
     placed = [] if processes.splits else [_placement(target, processes)]
     base = [suite.model_dump(mode="json"), texts, target.fingerprints, str(target.model.dtype), config.seed, *placed]
-    nodes = 1 + max([arm.shape.budget for arm in arms if arm.shape], default=0)
     passes = (len(arms) + 1) * len(prompts) * config.speed_prompts * config.speed_max_new_tokens
     keys: dict[tuple[str, str], str] = {}
     run = Run(
         target, drafters, config, suite, tree, root, out, prompts, chosen, base, keys, Records(out / "records.jsonl", keys, processes),
-        for_all(target, config.compile, nodes=nodes, passes=passes), processes, say,
+        for_all(target, config.compile, passes=passes), processes, say,
     )  # fmt: skip
     _give_keys(run, arms)
     return run, arms

@@ -67,7 +67,7 @@ def make_plan(
         checkpointing=t.checkpointing, ema=t.ema is not None, online=recipe.data.online, logs=bool(logs & t.loss.mix.keys()),
         store=facts.store_bytes(recipe, head), store_name=f"{recipe.data.capture.states} states, {recipe.data.capture.last} last state",
         capture_tokens=recipe.data.capture.batch_tokens, probe=facts.probe_of(recipe, head, store, of_target.max_length),
-        blocked=device.kind == "cpu" and of_target.bytes_a_weight == 4 and 4 * of_target.weight_bytes < device.memory,
+        packed=device.kind == "cpu" and of_target.bytes_a_weight == 4 and 4 * of_target.weight_bytes < device.memory,
         decode_batch=decode_batch or (recipe.data.answers.batch_size if recipe.data.answers else 64),
         pieces=lambda tokens, vocabulary, steps: piece_size(tokens, draft_vocab=vocabulary, steps=steps, device=kind),
         tp_size=recipe.target.tp_size, head_sharded=head_sharded and gpus > 1, lengths_N2=facts.answer_lengths(store),

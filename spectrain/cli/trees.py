@@ -73,7 +73,7 @@ def write_tree_of(
     source: name and hash of what the rows are of.
     """
     check_place(path)
-    mode = for_all(target, config.compile, nodes=max(TIMED), passes=len(rows) * max_new_tokens)
+    mode = for_all(target, config.compile, passes=len(rows) * max_new_tokens)
     timed = processes.alike(lambda: measure_costs(target, as_drafter(head), context=COST_CONTEXT, sizes=TIMED, compile=mode))
     costs, warning = rising(timed)
     found = measured_tree(

@@ -57,7 +57,7 @@ class Result:
 
 @dataclass(frozen=True)
 class _Run:
-    """What stays the same for a whole call. target: makes the prompt's pass; passes: make the others."""
+    """What stays the same for a whole call. passes: who makes them; the prompt's is made by `rest`."""
 
     target: Target
     passes: Passes
@@ -120,7 +120,7 @@ def generate(
         return Result(rows=[], seconds=0.0, rule=rule, law=law)
     drafter = drafter if shape.depth else None
     nodes = 1 + shape.budget if drafter else 1
-    mode = choose(target, compile, rows=len(rows), nodes=nodes, passes=max(row.stop.max_new_tokens for row in rows))
+    mode = choose(target, compile, passes=max(row.stop.max_new_tokens for row in rows))
     passes = passes_of(target, mode, rows=len(rows), nodes=nodes, strict=compile is True)
     run = _Run(target, passes, drafter.layer_ids if drafter else (), shape, law, rule, sampling, stream)
     batch = _open(run, rows, drafter, policy, processing, ends)
@@ -148,7 +148,7 @@ def _open(
         histories = Histories(processing, [row.ids for row in rows], vocab_size=target.vocab_size, eos_ids=ends, device=target.device)
     return _Batch(
         rows=list(rows), cache=target.new_cache(len(rows), max_length),
-        session=drafter.start(target, len(rows), max_length + shape.width * shape.depth) if drafter else None,
+        session=drafter.start(run.passes.rest, len(rows), max_length + shape.width * shape.depth) if drafter else None,
         policy=policy.start(shape, len(rows)) if policy and drafter else None, histories=histories,
     )  # fmt: skip
 
@@ -194,7 +194,9 @@ def _prefill(run: _Run, batch: _Batch) -> None:
     with clock("verify"):
         positions_BL = batch.cache.stage(L, None if len(batch.rows) == 1 else pad_B)
         mask = target.prompt_masks(batch.cache, positions_BL)
-        out = target.forward(ids_BL, positions_BN=positions_BL, mask=mask, cache=batch.cache, layer_ids=run.layer_ids, logits_to_keep=1)
+        out = run.passes.rest.forward(
+            ids_BL, positions_BN=positions_BL, mask=mask, cache=batch.cache, layer_ids=run.layer_ids, logits_to_keep=1
+        )
         batch.cache.commit(length_B)
     root = _root_only(run, batch)
     first_B = _verdict(run, batch, out.logits_BKV, root, ancestors(root.parents_BN)).next_B

@@ -8,6 +8,7 @@ Legend: B rows, N nodes, M settled tokens of several rounds, F width of the stat
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from spectrain.decoding.tree import DraftTree
 from spectrain.drafters.grow import grow
 from spectrain.heads.base import DraftState, check_head
 from spectrain.target.cache import SlabCache
+from spectrain.target.lean import is_packed, kept
 from spectrain.target.model import Target
 
 LATER = 16  # settled tokens that may wait
@@ -27,10 +29,18 @@ Settled = tuple[Tensor, Tensor, Tensor]  # states [B, N, F], the tokens after th
 
 @dataclass(frozen=True)
 class HeadDrafter:
-    """A head with the target's embeddings; refuses a target that the head was not trained for."""
+    """A head with the target's embeddings; refuses a target that the head was not trained for. Its products are made as the target's."""
 
     head: Any
     has_q: bool = True
+
+    @cached_property
+    def copies(self) -> dict[str, Any]:
+        """The packed copy of the head, and of which state of it (target/lean.py)."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:  # packed weights can be neither copied nor stored
+        return {name: value for name, value in self.__dict__.items() if name != "copies"}
 
     @property
     def max_depth(self) -> int | None:
@@ -52,7 +62,8 @@ class HeadDrafter:
             layers=layers, rows=rows, kv_heads=kv_heads, head_dim=head_dim, max_length=max_length + LATER,
             dtype=weight.dtype, device=target.device,
         )  # fmt: skip
-        return _HeadSession(self.head, target.embedding_VW, cache)
+        packed = is_packed(target.model) and weight.dtype == torch.float32
+        return _HeadSession(kept(self.head, self.copies) if packed else self.head, target.embedding_VW, cache)
 
 
 class _HeadSession:

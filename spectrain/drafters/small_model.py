@@ -20,7 +20,9 @@ from spectrain.decoding.shapes import Shape
 from spectrain.decoding.tree import DraftTree, ancestors, extended
 from spectrain.drafters.grow import grow
 from spectrain.drafters.packing import walk
+from spectrain.target.lean import is_packed
 from spectrain.target.model import Target
+from spectrain.target.passes import quick
 
 SLACK = 64  # cache entries beyond the longest row: a short row may have this much text to catch up with in one pass
 
@@ -52,6 +54,7 @@ class SmallModel:
         key = f"{target.fingerprints['tokenizer_sha256']} {target.vocab_size} {target.device}"
         if key not in self._words:
             self._words[key] = _Words(target, small, intersection=self.vocabulary == "intersection")
+        small = quick(small) if is_packed(target.model) else small  # its products are made as the target's
         return _SmallSession(small, self._words[key], rows, slots=max_length + SLACK)
 
 

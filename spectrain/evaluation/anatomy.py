@@ -23,6 +23,7 @@ from spectrain.evaluation.metrics import Numbers, bootstrap, bounds, by_prompt, 
 from spectrain.evaluation.slices import Entropies
 from spectrain.evaluation.trees import counted, joined, rounds_of
 from spectrain.target.model import Target
+from spectrain.target.passes import quick
 from spectrain.training.simulate import Ranks, ranks_of
 
 AT_ONCE = 1024  # rows whose logits are there at once, in the target's precision
@@ -82,7 +83,7 @@ def examine(
         raise ValueError(f"alpha is taken of heads and of drafters that read tokens alone; {', '.join(reading)} reads states: leave it out")
     for answer in answers:
         if len(answer.tokens) > 1:
-            yield _examined(target, answer, heads, drafters, Sampling(temperature=temperature), depth, width)
+            yield _examined(quick(target), answer, heads, drafters, Sampling(temperature=temperature), depth, width)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from spectrain.target.passes import Passes, choose, passes_of
 from spectrain.yields import Costs, best_depth_for
 
 DRAFTS = 5  # depth of the chain whose drafting is timed, where no shape is given
-ROUND_TOKENS = 32  # of an answer whose rounds are timed: the fewest for which the generator lays out blocked weights
+ROUND_TOKENS = 32  # of an answer whose rounds are timed: more than the fewest for which the generator packs the weights
 ROUND_REPEATS, BATCH_REPEATS = 3, 2  # runs of one row, of several: prompts of many rows take long
 WARM_UP = 2  # tokens of prompt and answer
 PLAIN = ("", 0)
@@ -64,10 +64,10 @@ def measure_passes(
     known = sorted({1, max(1, sizes // 2), sizes})
     runs: dict[tuple[int, int], Callable[[], None]] = {}
     for rows in sorted({1, *batches}):
-        modes = [choose(target, compile, rows=rows, nodes=n, passes=most) for n in (1, sizes)]  # of plain decoding, and with drafts
-        plain, drafted = (passes_of(target, mode, rows=rows, nodes=sizes, strict=compile is True) for mode in modes)
+        mode = choose(target, compile, passes=most)
+        passes = passes_of(target, mode, rows=rows, nodes=sizes, strict=compile is True)
         bench = _Bench(target, rows, context, sizes, layer_ids)
-        runs |= {(rows, n): bench.verify(n, plain if n == 1 else drafted) for n in (every if rows == 1 else known)}
+        runs |= {(rows, n): bench.verify(n, passes) for n in (every if rows == 1 else known)}
     times: dict[tuple[int, int], list[float]] = {key: [] for key in runs}
     for _ in range(repeats + 1):
         for key, run in runs.items():

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.config import Stage
@@ -111,4 +110,4 @@ class Medusa(HeadModule):
         return logits_BNV, state.grown(x_B1W.expand(-1, tokens_BN.shape[1], -1), line_BNM)
 
     def _logits(self, k: int, x_B1W: Tensor) -> Tensor:
-        return F.linear(self.heads[k](x_B1W), self._output(k).weight)
+        return self._output(k)(self.heads[k](x_B1W))  # type: ignore[no-any-return]

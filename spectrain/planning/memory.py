@@ -18,10 +18,10 @@ def stages(case: Case) -> dict[str, list[Term]]:
     """The terms of each stage, by its name; a stage's memory is their sum, the run's the largest."""
     base, head = resident(case), head_terms(case)
     found = {} if case.online else {"capture": [*base, *capture_terms(case)]}
-    training = [*base, *blocked(case), *head, *batch_terms(case), *loss_terms(case)]
+    training = [*base, *head, *batch_terms(case), *loss_terms(case)]
     found["training"] = [*training, *(capture_terms(case) if case.online else [])]
     if case.probe[0]:
-        found["measuring acceptance"] = [*base, *blocked(case), *head, *measuring_terms(case)]
+        found["measuring acceptance"] = [*base, *head, *measuring_terms(case)]
     return found
 
 
@@ -33,7 +33,7 @@ def peak(case: Case) -> float:
 def resident(case: Case) -> list[Term]:
     """There from beginning to end."""
     what = "context, workspaces, allocator" if case.machine.kind == "cuda" else "Python, torch, transformers, tokenizer, allocator"
-    return [Term("reserve", case.machine.reserve, f"{what}: stated, not computed"), *target_terms(case)]
+    return [Term("reserve", case.machine.reserve, f"{what}: stated, not computed"), *target_terms(case), *packed(case)]
 
 
 def target_terms(case: Case) -> list[Term]:
@@ -55,13 +55,13 @@ def target_terms(case: Case) -> list[Term]:
     return [shard, product("layers gathered to compute", (WORKING, "layers"), (t.unit, "parameters"), size), rows]
 
 
-def blocked(case: Case) -> list[Term]:
-    """A second copy of the linear weights, in blocks, from the first measuring of acceptance on."""
-    if not (case.blocked and case.probe[0]):
+def packed(case: Case) -> list[Term]:
+    """A second copy of the linear weights, in the order of oneDNN."""
+    if not case.packed:
         return []
     t = case.target
     copied = t.params - (0 if t.tied else t.embedding)
-    return [product("target's linear weights, in blocks", (copied, "parameters, a copy for short passes"), (t.bytes_a_weight, "bytes"))]
+    return [product("target's linear weights, packed", (copied, "parameters, a copy for its passes"), (t.bytes_a_weight, "bytes"))]
 
 
 def head_terms(case: Case) -> list[Term]:

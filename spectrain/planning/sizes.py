@@ -171,7 +171,7 @@ class Case:
     """All that a plan depends on. steps: test-time steps. store: bytes of a token's states, and of a supervised token's answer, as stored.
     store_name: the two precisions. pieces(tokens, vocabulary, steps): supervised tokens whose logits are made at once. logs: the loss
     needs logarithms beside probabilities. probe: rows, tokens a prompt and positions a row of the answers that acceptance is measured
-    on. blocked: a second copy of the target's linear weights is made for short passes (CPU). decode_batch: rows that are answered
+    on. packed: a second copy of the target's linear weights is made for its passes (CPU). decode_batch: rows that are answered
     together; lengths_N2: (prompt tokens, answer tokens) of each, where the rows are known. capture_tokens: tokens a pass. tp_size:
     devices of one copy of the target under `tp` (None: those of a node). head_sharded: by FSDP2 or ZeRO-3."""
 
@@ -194,7 +194,7 @@ class Case:
     store_name: str
     capture_tokens: int
     probe: tuple[int, int, int]
-    blocked: bool
+    packed: bool
     decode_batch: int
     pieces: Callable[[int, int, int], int]
     tp_size: int | None = None

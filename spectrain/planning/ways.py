@@ -41,7 +41,7 @@ def _quantised(how: str) -> Step:
 
 WAYS: Sequence[Step] = (
     ("--set target.dtype=bfloat16", lambda c: _if(
-        c.target.bytes_a_weight == 4, c, target=replace(c.target, bytes_a_weight=2), blocked=False)),
+        c.target.bytes_a_weight == 4, c, target=replace(c.target, bytes_a_weight=2), packed=False)),
     ("--set training.mixed_precision=bf16", lambda c: _if(not c.mixed and c.machine.kind == "cuda", c, mixed=True)),
     ("--set data.online=false (capture first)", lambda c: _if(c.online, c, online=False)),
     ("--set training.checkpointing=true", lambda c: _if(not c.checkpointing, c, checkpointing=True)),

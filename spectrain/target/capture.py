@@ -27,6 +27,7 @@ from spectrain.data.rows import Row
 from spectrain.target.folders import LocalFolder, RemoteFolder, open_folder
 from spectrain.target.manifest import check_manifest, new_manifest, read_manifest, write_manifest
 from spectrain.target.model import Target
+from spectrain.target.passes import quick
 from spectrain.target.shards import Damaged, open_shard, write_shard
 from spectrain.target.states import LastState, Numbers, no_states, passes, plan_rows, run_lines
 
@@ -111,7 +112,7 @@ def capture(
     config, place = config or CaptureConfig(), target.placement
     if place.sharded:
         rank, world = place.replica, place.replicas
-    work = _Work(rows, target, tuple(layer_ids), config, last_state)
+    work = _Work(rows, quick(target), tuple(layer_ids), config, last_state)
     lengths_N, supervised_N = row_sizes(rows)
     longest = int(lengths_N.max(initial=0))
     if longest > target.max_length:

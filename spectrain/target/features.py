@@ -25,6 +25,7 @@ from spectrain.target.capture import shard_name, shard_tensors
 from spectrain.target.folders import Folder, open_folder
 from spectrain.target.manifest import check_rows, read_manifest
 from spectrain.target.model import Target
+from spectrain.target.passes import quick
 from spectrain.target.shards import Damaged, File, Shard, open_shard
 from spectrain.target.states import LastState, capture_row
 
@@ -299,4 +300,4 @@ class OnlineFeatures(_Features):
         return [_Place(_Memory(tensors), None, kept, asked) for kept, asked in zip(*runs, strict=True)]
 
     def _computed(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        return shard_tensors(rows, self.target, self.layer_ids, ("exact", "exact"), self._config.batch_tokens, self._last_state)
+        return shard_tensors(rows, quick(self.target), self.layer_ids, ("exact", "exact"), self._config.batch_tokens, self._last_state)

@@ -1,13 +1,14 @@
-"""Lean passes over few positions on a CPU: the stock model with other products and compiled layers. The stock model is the slow twin.
+"""Lean passes on a CPU: the stock model with other products and compiled layers. The stock model is the slow twin.
 
 Decoding is one pass over 1 to about 100 positions at a time and should cost what reading the weights costs. Two things stand in the
-way. BLAS copies a weight matrix into its own order at every call with more than about three rows; a matrix that is kept in blocks of
-output columns needs no copy. And a model of 30 layers calls a thousand small operations; layers that are compiled call fewer.
+way. BLAS reads a plain float32 matrix at half of the memory's speed for one row, and for more rows copies it into its own order at every
+call; a matrix that is kept in the order of oneDNN costs neither. And a model of 30 layers calls a thousand small operations; layers that
+are compiled call fewer.
 
-Both work on a copy of the modules that shares the parameters: the target itself stays as it was loaded. The blocks are a second copy of
-the weights; target/passes.py makes them anew when a weight has changed.
+Both work on a copy of the modules that shares the parameters: the target or head itself stays as it was loaded. What is packed is a
+second copy of the weights, made anew when a weight has changed (`kept`).
 
-Legend: B rows, N nodes, X = B * N, H width, K inputs, C blocks of W = BLOCK outputs, G key heads, S slots, D head size.
+Legend: B rows, N nodes, H width, G key heads, S slots, D head size.
 """
 
 import copy
@@ -16,36 +17,48 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.target.cache import SlabCache
 
-BLOCK = 32  # output columns of a block; 16 and 64 are slower on AVX-512 (docs/lab_log.md)
+ROWS = 64  # of the products that the packed order is made for; it serves all others as well (docs/lab_log.md)
 CHUNK = 10  # most layers compiled as one: with more of them a pass gains little and compilation takes longer (docs/lab_log.md)
 
 
-class BlockedLinear(nn.Module):
-    """A linear layer with a second copy of its weight in blocks of output columns; memory is twice the layer's."""
+def packable() -> bool:
+    """Whether torch has oneDNN's products of packed float32 weights here."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
-    blocks_CKW: Tensor
+
+class PackedLinear(nn.Module):
+    """A linear layer with a second copy of its weight in the order that oneDNN reads; memory is twice the layer's. Without gradients."""
+
+    packed: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        outputs, inputs = linear.weight.shape
         self.weight, self.bias = linear.weight, linear.bias
-        blocks_CKW = linear.weight.view(outputs // BLOCK, BLOCK, inputs).transpose(1, 2).contiguous()
-        self.register_buffer("blocks_CKW", blocks_CKW, persistent=False)
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self.register_buffer("packed", packed, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product [..., outputs] of x [..., inputs]."""
-        X, K = x.shape[:-1].numel(), x.shape[-1]
-        if X == 1:  # a matrix times a vector needs no blocks
-            return F.linear(x, self.weight, self.bias)
-        C = self.blocks_CKW.shape[0]
-        y_CXW = torch.bmm(x.reshape(1, X, K).expand(C, X, K), self.blocks_CKW)
-        y = y_CXW.transpose(0, 1).reshape(*x.shape[:-1], C * BLOCK)
-        return y if self.bias is None else y + self.bias
+        product = torch.ops.spectrain.packed_linear if torch.compiler.is_compiling() else _product
+        return product(x, self.packed, self.bias)  # type: ignore[no-any-return]
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+# The compiler takes packed weights for constants of its own; an operator that it does not know it calls as it is.
+torch.library.define("spectrain::packed_linear", "(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
+torch.library.impl("spectrain::packed_linear", "CompositeExplicitAutograd", _product)
+
+
+@torch.library.register_fake("spectrain::packed_linear")
+def _size(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
 def shared_copy(module: nn.Module) -> Any:
@@ -53,14 +66,28 @@ def shared_copy(module: nn.Module) -> Any:
     return copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
 
 
-def blocked(model: nn.Module) -> Any:
-    """A copy of the model with blocked products wherever a weight divides into blocks."""
+def packed(model: nn.Module) -> Any:
+    """A copy of the model with packed products."""
     out = shared_copy(model)
     for parent in list(out.modules()):
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and child.weight.shape[0] % BLOCK == 0:
-                setattr(parent, name, BlockedLinear(child))
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child))
     return out
+
+
+def is_packed(model: nn.Module) -> bool:
+    return any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def kept(module: nn.Module, copies: dict[str, Any]) -> Any:
+    """The packed copy of a module; `copies` keeps it, and all else in there, until a weight or a module is another."""
+    modules = tuple(id(m) for m in module.modules())
+    state = modules, tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
+    if copies.get("state") != state:  # weights were trained, merged, loaded anew, or modules were exchanged
+        copies.clear()
+        copies |= {"state": state, "packed": packed(module)}
+    return copies["packed"]
 
 
 def compiled(model: nn.Module, layers: nn.ModuleList, kinds: Sequence[str], cache_keyword: str) -> tuple[Any, "Marks"]:

@@ -158,6 +158,9 @@ class Target:
         """Lean copies of this target made so far, by mode, and of which state of it (target/passes.py)."""
         return {}
 
+    def __getstate__(self) -> dict[str, Any]:  # packed weights can be neither copied nor stored
+        return {name: value for name, value in self.__dict__.items() if name != "copies"}
+
     def check_kind(self) -> None:
         """ValueError with the cause unless a cache of keys and values is all that the model remembers, seen through masks alone."""
         c, odd = self.config, sorted(set(self.kinds) - set(KINDS))

@@ -1,4 +1,4 @@
-"""Which copy of the target makes the passes of a generation: the stock model, one with blocked products, or a compiled one.
+"""Which copy of the target makes the passes of a generation: the stock model, one with packed products, or a compiled one.
 
 The stock model (`eager`) is the slow twin of the other two. They exist for plain float32 weights on a CPU; elsewhere every mode is eager
 so far.
@@ -17,12 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from spectrain.target.cache import SlabCache
-from spectrain.target.lean import Marks, blocked, compiled
+from spectrain.target.lean import Marks, compiled, kept, packable
 from spectrain.target.model import Masks, Target
 
-Mode = Literal["eager", "blocked", "compiled"]
-BLOCKED_PASSES = 32  # about what laying out the weights costs, in passes' gains
-COMPILE_PASSES = 2000  # the same for compiling
+Mode = Literal["eager", "packed", "compiled"]
+PACKED_PASSES = 16  # about what packing the weights costs, in passes' gains
+COMPILE_PASSES = 6000  # the same for compiling
 log = logging.getLogger(__name__)
 
 
@@ -65,11 +65,11 @@ class CompiledTarget(Target):
         self.ready.add((rows, nodes))
 
 
-def choose(target: Target, compile: bool | Literal["auto"], *, rows: int, nodes: int, passes: int) -> Mode:
+def choose(target: Target, compile: bool | Literal["auto"], *, passes: int) -> Mode:
     """The mode for a generation of about `passes` passes; from call and machine alone, so that a call repeated is the same call.
 
-    True: compiled; False: eager; "auto": compiled where the run is long enough to repay it, blocked where products of several rows
-    are made at all and memory holds the second copy of the weights. ValueError for True where nothing can be compiled yet.
+    True: compiled; False: eager; "auto": compiled where the run is long enough to repay it, packed where it is longer than a few passes
+    and memory holds the second copy of the weights. ValueError for True where nothing can be compiled yet.
     """
     if not (isinstance(compile, bool) or compile == "auto"):
         raise ValueError(f"compile must be True, False or 'auto', found {compile!r}")
@@ -85,17 +85,20 @@ def choose(target: Target, compile: bool | Literal["auto"], *, rows: int, nodes:
         return "eager"
     if compile is True:
         return "compiled"
-    if not _roomy(target):
+    if not (packable() and _roomy(target)):
         return "eager"
-    if passes >= COMPILE_PASSES:
-        return "compiled"
-    return "blocked" if rows * nodes > 1 and passes >= BLOCKED_PASSES else "eager"
+    return "compiled" if passes >= COMPILE_PASSES else "packed" if passes >= PACKED_PASSES else "eager"
 
 
-def for_all(target: Target, compile: bool | Literal["auto"], *, nodes: int, passes: int) -> bool | Literal["auto"]:
-    """One `compile` for many calls at batch 1 that make about `passes` passes together, so that all are made alike."""
-    chosen: dict[Mode, bool | Literal["auto"]] = {"eager": False, "blocked": "auto", "compiled": True}
-    return chosen[choose(target, compile, rows=1, nodes=nodes, passes=passes)]
+def for_all(target: Target, compile: bool | Literal["auto"], *, passes: int) -> bool | Literal["auto"]:
+    """One `compile` for many calls that make about `passes` passes together, so that all are made alike."""
+    chosen: dict[Mode, bool | Literal["auto"]] = {"eager": False, "packed": "auto", "compiled": True}
+    return chosen[choose(target, compile, passes=passes)]
+
+
+def quick(target: Target) -> Target:
+    """The target that is faster for many passes over whole rows: its packed copy, or itself where there can be none."""
+    return _packed(target) if choose(target, "auto", passes=PACKED_PASSES) == "packed" else target
 
 
 @dataclass(frozen=True)
@@ -118,18 +121,12 @@ class Passes:
 def passes_of(target: Target, mode: Mode, *, rows: int, nodes: int, strict: bool) -> Passes:
     """The passes of a generation with up to `rows` rows and trees of up to `nodes` nodes; copies are made once and kept.
 
-    strict: a model that cannot be compiled is a ValueError, otherwise it is logged and the blocked copy serves.
+    strict: a model that cannot be compiled is a ValueError, otherwise it is logged and the packed copy serves.
     """
     if mode == "eager":
         return Passes(mode, target, target)
-    state = _state(target)
-    if target.copies.get("state") != state:  # weights were trained, merged, loaded anew, or modules were exchanged
-        target.copies.clear()
-        target.copies["state"] = state
-    if "blocked" not in target.copies:
-        target.copies["blocked"] = dataclasses.replace(target, model=blocked(target.model))
-    twin = target.copies["blocked"]
-    if mode == "blocked":
+    twin = _packed(target)
+    if mode == "packed":
         return Passes(mode, twin, twin)
     forms = frozenset((rows > 1, many) for many in {False, nodes > 1})
     try:
@@ -139,7 +136,14 @@ def passes_of(target: Target, mode: Mode, *, rows: int, nodes: int, strict: bool
         if strict:
             raise ValueError(f"{target.name} cannot be compiled here ({reason}); use compile=False or compile='auto'") from error
         log.warning("%s cannot be compiled here (%s); going on without", target.name, reason)
-        return Passes("blocked", twin, twin)
+        return Passes("packed", twin, twin)
+
+
+def _packed(target: Target) -> Target:
+    model = kept(target.model, target.copies)
+    if "twin" not in target.copies:
+        target.copies["twin"] = dataclasses.replace(target, model=model)
+    return target.copies["twin"]  # type: ignore[no-any-return]
 
 
 def _compiled(target: Target, twin: Target, forms: frozenset[tuple[bool, bool]]) -> Target:
@@ -153,12 +157,6 @@ def _compiled(target: Target, twin: Target, forms: frozenset[tuple[bool, bool]])
     for rows, nodes in tqdm(missing, desc="compile", unit="form", disable=None if missing else True):
         found.prepare(twin, rows=rows, nodes=nodes)
     return found
-
-
-def _state(target: Target) -> tuple[object, ...]:
-    """What changes when a module or a weight of the model does."""
-    modules = tuple(id(m) for m in target.model.modules())
-    return modules, tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in target.model.parameters())
 
 
 def _roomy(target: Target) -> bool:

@@ -94,7 +94,8 @@ class Watch:
         finally:
             self._left = DONE if error is None else STOPPED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
             self._over.set()
-            self._talker.join(2 * self._interval)  # a thread within the store when Python ends would abort the process
+            # A thread within the store when Python ends would abort the process; a store whose process is ending may take seconds to say no.
+            self._talker.join(60 * self._minutes)
 
     def _end_together(self, error: BaseException | None) -> None:
         """Wait for all at the end of a run; where that or the run itself failed in the communication, ValueError names who has ended.

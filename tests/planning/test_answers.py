@@ -38,7 +38,7 @@ def a_case(pairs: Any, batch: int, machine: str = "cpu2", **changes: Any) -> Cas
     settings: dict[str, Any] = {
         "gpus": 1, "placement": "rank", "steps": 3, "tokens_per_step": 256, "accumulation": 1, "epochs": 1, "mixed": False,
         "checkpointing": False, "ema": False, "online": False, "logs": False, "store": (1, 1), "store_name": "", "capture_tokens": 2048,
-        "probe": (0, 0, 0), "blocked": True, "pieces": lambda tokens, vocabulary, steps: tokens,
+        "probe": (0, 0, 0), "packed": True, "pieces": lambda tokens, vocabulary, steps: tokens,
     }  # fmt: skip
     return Case(
         machine=MACHINES[machine], target=SMOLLM2, head=HEAD, data=Data(len(pairs), tokens, answered, int(pairs.sum(1).max()), "test"),

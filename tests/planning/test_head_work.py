@@ -52,7 +52,7 @@ def a_case(head: HeadSize, **changes: Any) -> Case:
     settings: dict[str, Any] = {
         "machine": MACHINES["cpu2"], "gpus": 1, "target": target, "head": head, "data": Data(10, 1280, 640, L, "test"), "placement": "rank",
         "steps": K, "tokens_per_step": 256, "accumulation": 1, "epochs": 1, "mixed": False, "checkpointing": False, "ema": False,
-        "online": False, "logs": False, "store": (200, 136), "store_name": "", "capture_tokens": 512, "probe": (0, 0, 0), "blocked": False,
+        "online": False, "logs": False, "store": (200, 136), "store_name": "", "capture_tokens": 512, "probe": (0, 0, 0), "packed": False,
         "decode_batch": 8, "pieces": lambda tokens, vocabulary, steps: tokens,
     }  # fmt: skip
     return Case(**{**settings, **changes})

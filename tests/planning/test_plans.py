@@ -45,7 +45,7 @@ def case(target: TargetSize, head: HeadSize, data: Data, name: str = "cpu2", **c
     settings: dict[str, Any] = {
         "gpus": 1, "placement": "rank", "steps": 3, "tokens_per_step": 256, "accumulation": 1, "epochs": 1, "mixed": False,
         "checkpointing": False, "ema": False, "online": False, "logs": False, "store": (3 * (target.width + 20), 2 * target.width + 8),
-        "store_name": "", "capture_tokens": 2048, "probe": (0, 0, 0), "blocked": True, "decode_batch": 64,
+        "store_name": "", "capture_tokens": 2048, "probe": (0, 0, 0), "packed": True, "decode_batch": 64,
         "pieces": lambda tokens, vocabulary, steps: min(tokens, 2**28 // (vocabulary * steps)),
     }  # fmt: skip
     return Case(machine=MACHINES[name], target=target, head=head, data=data, **{**settings, **changes})
@@ -53,7 +53,7 @@ def case(target: TargetSize, head: HeadSize, data: Data, name: str = "cpu2", **c
 
 def on_gpus(gpus: int, **changes: Any) -> Case:
     data = Data(rows=1e6, tokens=1e9, supervised=5e8, longest=4096, source="test")
-    return case(LARGE, eagle3(LARGE, 32000), data, "h100", gpus=gpus, mixed=True, blocked=False, **{"tokens_per_step": 4096, **changes})
+    return case(LARGE, eagle3(LARGE, 32000), data, "h100", gpus=gpus, mixed=True, packed=False, **{"tokens_per_step": 4096, **changes})
 
 
 FORTY = Data(40, 8865, 3496, 640, "40 rows", most=(155, 1150, 1212), batches=17)
@@ -165,7 +165,7 @@ def test_70b_on_one_device_is_quantised_or_does_not_fit() -> None:
 
 def test_ways_come_in_order_and_none_is_needless() -> None:
     tight = case(
-        replace(SMALL, bytes_a_weight=2), eagle3(SMALL, 49152), Data(1000, 1e6, 5e5, 4096, ""), "h100", blocked=False, tokens_per_step=16384
+        replace(SMALL, bytes_a_weight=2), eagle3(SMALL, 49152), Data(1000, 1e6, 5e5, 4096, ""), "h100", packed=False, tokens_per_step=16384
     )
     tight = replace(tight, machine=replace(tight.machine, memory=0.95 * memory.peak(tight)))
     found, after = ways.ways_to_fit(tight)

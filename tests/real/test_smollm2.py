@@ -170,7 +170,7 @@ def test_compiled_passes_change_the_answer(target: Target, head: Any, batch: int
     chats, drafters = CHATS[:batch], ((st.NGram(3, 1), st.Chain(5)), (head, st.Tree.dynamic(4, 5, 15)), (None, None))
     plain = st.generate(target, chats, max_new_tokens=40, compile=False)
     for drafter, shape in drafters:
-        for compile, mode in ((True, "compiled"), ("auto", "blocked")):
+        for compile, mode in ((True, "compiled"), ("auto", "packed")):
             result = st.generate(target, chats, drafter=drafter, shape=shape, max_new_tokens=40, compile=compile)
             assert result.mode in (mode, "eager") and (compile == "auto" or result.mode == "compiled")
             audit = st.greedy_audit(target, chats, result, plain=plain, max_new_tokens=40)

@@ -1,4 +1,6 @@
-"""Lean passes equal the stock model's: blocked products, compiled layers, and the choice between them."""
+"""Lean passes equal the stock model's: packed products, compiled layers, and the choice between them."""
+
+import copy
 
 import pytest
 import torch
@@ -7,41 +9,40 @@ from torch import nn
 from spectrain.decoding.generate import generate
 from spectrain.decoding.shapes import Chain, Tree
 from spectrain.drafters.from_head import HeadDrafter
-from spectrain.target.lean import BlockedLinear, blocked, chunks
+from spectrain.target.lean import PackedLinear, chunks, packed
 from spectrain.target.model import Target
-from spectrain.target.passes import BLOCKED_PASSES, COMPILE_PASSES, choose, passes_of
+from spectrain.target.passes import COMPILE_PASSES, PACKED_PASSES, choose, passes_of, quick
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11] * 5]
 
 
 @pytest.fixture(scope="module")
 def wide(make_target) -> Target:
-    """Widths that divide into blocks."""
     return make_target(vocab=96, hidden_size=64, intermediate_size=96, head_dim=16)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 1), (3, 16)])
-def test_blocks_give_another_product(shape: tuple[int, int], bias: bool) -> None:
+def test_packed_weights_give_another_product(shape: tuple[int, int], bias: bool) -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(40, 96, bias=bias), torch.randn(*shape, 40)
     with torch.no_grad():
-        assert torch.allclose(BlockedLinear(linear)(x), linear(x), atol=1e-5)
+        assert torch.allclose(PackedLinear(linear)(x), linear(x), atol=1e-5)
 
 
-def test_blocked_copy_owns_its_weights_or_changes_the_model(wide: Target) -> None:
+def test_packed_copy_owns_its_weights_or_changes_the_model(wide: Target) -> None:
     before = [type(m) for m in wide.model.modules()]
-    copy = blocked(wide.model)
+    copy = packed(wide.model)
     assert [type(m) for m in wide.model.modules()] == before
     assert {p.data_ptr() for p in copy.parameters()} == {p.data_ptr() for p in wide.model.parameters()}
-    assert sum(isinstance(m, BlockedLinear) for m in copy.modules()) == 3 * 7 + 1  # seven in a layer, and the output layer
+    assert sum(isinstance(m, PackedLinear) for m in copy.modules()) == 3 * 7 + 1  # seven in a layer, and the output layer
     assert set(copy.state_dict()) == set(wide.model.state_dict())
 
 
-def test_last_state_of_a_blocked_pass_is_another(wide: Target) -> None:
+def test_last_state_of_a_packed_pass_is_another(wide: Target) -> None:
     """What a head reads as the last state is what the output layer reads, at every position of every copy of the target."""
     ids_BL, found = torch.arange(22).reshape(2, 11), []
-    for mode in ("eager", "blocked"):
+    for mode in ("eager", "packed"):
         target = passes_of(wide, mode, rows=2, nodes=11, strict=True).of(2, 11)
         out = target.forward(ids_BL, positions_BN=torch.arange(11).expand(2, -1), mask=None, cache=None, layer_ids=(-1,))
         assert torch.equal(out.states_BNF, out.last_BKW)
@@ -49,13 +50,12 @@ def test_last_state_of_a_blocked_pass_is_another(wide: Target) -> None:
     assert torch.allclose(*found, atol=1e-4)
 
 
-def test_weights_that_do_not_divide_are_cut(make_target) -> None:
-    odd = make_target(vocab=100)
-    assert not any(isinstance(m, BlockedLinear) and m.weight.shape[0] % 32 for m in blocked(odd.model).modules())
+def test_odd_sizes_are_cut(make_target) -> None:
+    odd = make_target(vocab=101, hidden_size=36, intermediate_size=52, head_dim=6)
     settings = {"eos": None, "max_new_tokens": 40}
     fast = generate(odd, PROMPTS, compile="auto", **settings)
     assert [r.tokens for r in fast.rows] == [r.tokens for r in generate(odd, PROMPTS, compile=False, **settings).rows]
-    assert fast.mode == "blocked"
+    assert fast.mode == "packed"
 
 
 def test_chunks_mix_kinds_or_lose_layers() -> None:
@@ -66,27 +66,28 @@ def test_chunks_mix_kinds_or_lose_layers() -> None:
     assert sum(size for _, size in chunks(gemma, most=3)) == 12
 
 
-def test_choice_depends_on_more_than_the_call(wide: Target) -> None:
-    many = COMPILE_PASSES
-    assert choose(wide, False, rows=8, nodes=9, passes=many) == "eager"
-    assert choose(wide, True, rows=1, nodes=1, passes=1) == "compiled"
-    assert choose(wide, "auto", rows=1, nodes=1, passes=many - 1) == "eager"  # a vector needs no blocks
-    assert choose(wide, "auto", rows=1, nodes=5, passes=many - 1) == choose(wide, "auto", rows=4, nodes=1, passes=many - 1) == "blocked"
-    assert choose(wide, "auto", rows=1, nodes=5, passes=BLOCKED_PASSES - 1) == "eager"
-    assert choose(wide, "auto", rows=1, nodes=1, passes=many) == "compiled"
+def test_choice_depends_on_more_than_the_call(wide: Target, monkeypatch) -> None:
+    many, few = COMPILE_PASSES, PACKED_PASSES
+    assert choose(wide, False, passes=many) == "eager"
+    assert choose(wide, True, passes=1) == "compiled"
+    assert choose(wide, "auto", passes=few - 1) == "eager"
+    assert choose(wide, "auto", passes=few) == choose(wide, "auto", passes=many - 1) == "packed"
+    assert choose(wide, "auto", passes=many) == "compiled"
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert choose(wide, "auto", passes=many) == "eager" and quick(wide) is wide
     with pytest.raises(ValueError, match="compile must be True, False or 'auto', found 'max'"):
-        choose(wide, "max", rows=1, nodes=1, passes=1)  # type: ignore[arg-type]
+        choose(wide, "max", passes=1)  # type: ignore[arg-type]
 
 
-def test_half_precision_takes_float32_blocks(make_target) -> None:
+def test_half_precision_takes_packed_float32(make_target) -> None:
     target = make_target()
     target.model.to(torch.bfloat16)
-    assert choose(target, "auto", rows=8, nodes=9, passes=COMPILE_PASSES) == "eager"
+    assert choose(target, "auto", passes=COMPILE_PASSES) == "eager"
     with pytest.raises(ValueError, match="compile=True is for float32 on a cpu, tiny is bfloat16 on cpu; use compile='auto'"):
-        choose(target, True, rows=1, nodes=1, passes=1)
+        choose(target, True, passes=1)
 
 
-def test_blocks_of_old_weights_answer(make_target) -> None:
+def test_packed_old_weights_answer(make_target) -> None:
     """After training in place, merging an adapter, or exchanging a module."""
     target, settings = make_target(seed=3, hidden_size=64), {"eos": None, "max_new_tokens": 40}
     generate(target, PROMPTS, **settings)
@@ -94,7 +95,7 @@ def test_blocks_of_old_weights_answer(make_target) -> None:
 
     def same() -> bool:
         fast, slow = (generate(target, PROMPTS, compile=c, **settings) for c in ("auto", False))
-        assert fast.mode == "blocked"
+        assert fast.mode == "packed"
         return [r.tokens for r in fast.rows] == [r.tokens for r in slow.rows]
 
     with torch.no_grad():
@@ -156,4 +157,20 @@ def test_model_that_cannot_be_compiled_ends_the_call(make_target, monkeypatch) -
     with pytest.raises(ValueError, match="tiny cannot be compiled here .no C.. compiler.; use compile=False or compile='auto'"):
         generate(target, PROMPTS, compile=True, max_new_tokens=4)
     monkeypatch.setattr("spectrain.target.passes.COMPILE_PASSES", 4)
-    assert generate(target, PROMPTS, compile="auto", max_new_tokens=4).mode == "blocked"
+    assert generate(target, PROMPTS, compile="auto", max_new_tokens=4).mode == "packed"
+
+
+def test_packed_copies_are_lost_or_shared_with_a_copy(make_target, make_head) -> None:
+    """Of a target and a head that have answered: their deep copies answer with weights of their own."""
+    target = make_target(seed=3, hidden_size=64)
+    drafter, settings = HeadDrafter(make_head(target)), {"eos": None, "max_new_tokens": 24}
+    before = generate(target, PROMPTS, drafter=drafter, **settings)
+    assert before.mode == "packed" and "packed" in drafter.copies and isinstance(drafter.copies["packed"].lm_head, PackedLinear)
+    other, its_drafter = copy.deepcopy((target, drafter))
+    assert [r.tokens for r in generate(other, PROMPTS, drafter=its_drafter, **settings).rows] == [r.tokens for r in before.rows]
+    with torch.no_grad():
+        its_drafter.head.lm_head.weight.zero_()
+    changed, same = (generate(other, PROMPTS, drafter=d, **settings) for d in (its_drafter, drafter))
+    assert [r.tokens for r in changed.rows] == [r.tokens for r in before.rows]
+    drafted = [[[s.accepted for s in r.rounds] for r in result.rows] for result in (before, same, changed)]
+    assert drafted[0] == drafted[1] and drafted[0] != drafted[2]

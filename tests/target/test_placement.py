@@ -238,10 +238,10 @@ def test_error_in_a_section_waits_for_the_others() -> None:
     assert not idle and not placement.stepping
 
 
-def test_spread_weights_are_copied_blocked_compiled_or_adapted(target: Target) -> None:
+def test_spread_weights_are_copied_packed_compiled_or_adapted(target: Target) -> None:
     sharded = Target(model=target.model, tokenizer=target.tokenizer, name="tiny", placement=Placement("tp", 2))
-    assert choose(sharded, "auto", rows=4, nodes=8, passes=10**6) == "eager"
+    assert choose(sharded, "auto", passes=10**6) == "eager"
     with pytest.raises(ValueError, match="compile=True is for plain weights, those of tiny are in placement tp; use compile='auto'"):
-        choose(sharded, True, rows=1, nodes=1, passes=1)
+        choose(sharded, True, passes=1)
     with pytest.raises(ValueError, match="training.lora needs the target whole .* placement is tp; set --set target.placement=rank"):
         check_lora(LoraConfig(), sharded)
