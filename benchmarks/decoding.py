@@ -35,7 +35,7 @@ from spectrain.evaluation.metrics import bootstrap, ratio_of_ratios
 from spectrain.evaluation.suites import suite_prompts
 from spectrain.heads.base import load_head
 from spectrain.target.model import Target, load_target
-from spectrain.target.passes import choose, passes_of
+from spectrain.target.passes import PACKED_PASSES, choose, passes_of
 from spectrain.training.setup import made_with
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,7 +141,7 @@ def steps(target: Target, ids: list[int], *, repeats: int) -> dict[str, Any]:
             bare: list[float] = []
             whole: list[float] = []
             for _ in range(repeats):
-                result = generate(target, [ids], drafter=drafter, shape=shape, max_new_tokens=10, eos=None, compile=compile)
+                result = generate(target, [ids], drafter=drafter, shape=shape, max_new_tokens=PACKED_PASSES, eos=None, compile=compile)
                 whole += [sum(r.seconds.values()) - r.seconds.get("draft", 0.0) for r in result.rows[0].rounds[1:]]
                 for _ in range(8):
                     begin = time.perf_counter()
