@@ -94,7 +94,7 @@ class Watch:
         finally:
             self._left = DONE if error is None else STOPPED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
             self._over.set()
-            # A thread within the store when Python ends would abort the process; a store whose process is ending may take seconds to say no.
+            # A thread within the store when Python ends would abort the process; a store whose process ends may take seconds to refuse.
             self._talker.join(60 * self._minutes)
 
     def _end_together(self, error: BaseException | None) -> None:
