@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from spectrain.kernels import divergence_triton, path_triton, tree_attention_triton, walk_triton
+from spectrain.kernels import chain_triton, divergence_triton, draw_triton, path_triton, tree_attention_triton, walk_triton
 from spectrain.kernels.tree_attention import FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,6 +91,28 @@ def walk(nodes: int) -> Variant:
     return Variant(f"greedy walk, {nodes} nodes", walk_triton._walk_kernel, types, {"BLOCK_N": nodes}, tuple(types), 1)
 
 
+LAWS = {"p_ptr": "*fp32", "q_ptr": "*fp32", "p_sum_ptr": "*fp64", "q_sum_ptr": "*fp64", "left_ptr": "*fp64", "sum_ptr": "*fp64"}
+LAWS |= {"u_ptr": "*fp64", "test_ptr": "*fp64", "end_ptr": "*fp64"}
+
+
+def drawing(name: str, kernel: Any, constants: dict[str, Any], warps: int) -> Variant:
+    """A kernel that reads laws and numbers in [0, 1); its other pointers are to ids and numbers of nodes."""
+    types = {argument: LAWS.get(argument, "*i64") for argument in kernel.arg_names if argument.endswith("_ptr")}
+    return Variant(name, kernel, types, constants, (*types, "p_stride") if "p_stride" in kernel.arg_names else tuple(types), warps)
+
+
+def draws(chunks: int) -> Iterator[Variant]:
+    """Keyed numbers, and draws from laws of so many chunks."""
+    yield drawing("keyed numbers, 64 nodes", draw_triton._uniform_kernel, {"ROLE": 1, "BLOCK_X": 64}, 1)
+    yield drawing("sum of a chunk", draw_triton._sum_kernel, {"BLOCK_V": draw_triton.CHUNK}, 4)
+    blocks = {"BLOCK_C": chunks, "BLOCK_V": draw_triton.CHUNK}
+    yield drawing(f"draw, {chunks} chunks", draw_triton._draw_kernel, blocks, 8)
+    for whole, rule in ((False, "rejection"), (True, "block")):
+        name, constants = f"{rule}, 16 nodes, {chunks} chunks", {"WHOLE": whole, "BLOCK_N": 16, **blocks}
+        yield drawing(f"{name}: surplus", chain_triton._surplus_kernel, constants, 8)
+        yield drawing(f"{name}: verdict", chain_triton._verdict_kernel, constants, 8)
+
+
 def divergence() -> Variant:
     types = {name: "*fp32" for name in ("z_ptr", "log_p_ptr", "more_ptr", "loss_ptr", "alpha_ptr", "lse_ptr")}
     types |= {"best_ptr": "*i64", "rank_ptr": "*i64"}
@@ -115,6 +137,7 @@ def variants() -> Iterator[Variant]:
     yield path(128, torch.bfloat16)
     yield path(128, torch.float32)
     yield walk(64)
+    yield from draws(32)
     yield divergence()
 
 

@@ -22,7 +22,7 @@ from spectrain.decoding.sampling import Coins, RandomSource
 from spectrain.decoding.traversal import traversal
 from spectrain.decoding.tree import LAWS, DraftTree, Law, check_tree
 
-__all__ = ["LOSSY", "RULES", "Accepted", "accept", "follow", "law_of_rule", "resolve_rule"]
+__all__ = ["LOSSY", "RULES", "Accepted", "accept", "follow", "law_of_rule", "resolve_rule", "verify"]
 
 DRAWING: dict[str, Callable[[Tensor, DraftTree, RandomSource], Accepted]] = {
     "point_mass": rules.point_mass, "rejection": rules.rejection, "block": rules.block,
@@ -46,16 +46,24 @@ def accept(p_BNV: Tensor, tree: DraftTree, rule: str, coins: RandomSource | None
     check_tree(tree)
     _check_laws(p_BNV, tree)
     if rule == "greedy":
+        _check_sure(p_BNV, tree)
+    else:
+        _check_coins(rule, coins, len(p_BNV))
+        _check_mass(p_BNV, tree)
+    if rule in RATIO_TESTS and tree.width > 1:
+        _check_fit(rule, tree.law, _has_chains_only(tree))
+        _check_drawn(tree)
+    return verify(p_BNV, tree, rule, coins)
+
+
+def verify(p_BNV: Tensor, tree: DraftTree, rule: str, coins: RandomSource | None) -> Accepted:
+    """`accept` of what is known to be sound: without its checks, each of which would make the host wait for the device."""
+    if rule == "greedy":
         return rules.greedy(p_BNV, tree)
-    _check_coins(rule, coins, len(p_BNV))
     assert coins is not None
-    _check_mass(p_BNV, tree)
     if rule in RATIO_TESTS and tree.width == 1:
         root_B = torch.zeros_like(tree.num_B)
         return Accepted(tree.parents_BN[:, 1:], root_B, rules.last_token(rules.rows_at(p_BNV, root_B), root_B, coins))
-    if rule in RATIO_TESTS:
-        _check_fit(rule, tree.law, _has_chains_only(tree))
-        _check_drawn(tree)
     return DRAWING[rule](p_BNV, tree, coins)
 
 
@@ -102,6 +110,18 @@ def _check_laws(p_BNV: Tensor, tree: DraftTree) -> None:
     if bool(outside_BN.any()):
         row, node = outside_BN.nonzero()[0].tolist()
         raise ValueError(f"row {row} holds token {int(tree.tokens_BN[row, node])} at node {node}; p is a law over ids 0..{V - 1}")
+
+
+def _check_sure(p_BNV: Tensor, tree: DraftTree) -> None:
+    """Refuse laws of used nodes that are not one-hot."""
+    best_BN = p_BNV.amax(-1)
+    sure_BN = ((best_BN - 1).abs() < 1e-6) | ~rules.used_nodes(tree)
+    if not bool(sure_BN.all()):
+        row, node = (~sure_BN).nonzero()[0].tolist()
+        raise ValueError(
+            "rule 'greedy' needs temperature 0 (one-hot laws); use rule='point_mass' or 'auto' when sampling; "
+            f"found a largest chance of {float(best_BN[row, node]):.6g} at row {row}, node {node}"
+        )
 
 
 def _check_coins(rule: str, coins: RandomSource | None, rows: int) -> None:

@@ -5,6 +5,8 @@ float64 on laws that are normalised again, row by row, because float32 laws sum 
 `below` and `pick` alone. A row that is done keeps its values and asks for coins that decide nothing. q is read only at nodes
 that have children, and nothing at padding.
 
+The host reads nothing that lies on a device: loops there run to bounds that it knows, and end early on a CPU alone (`finished`).
+
 Legend: B rows, N nodes, M = N - 1 drafted nodes, K path, V vocabulary.
 """
 
@@ -14,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectrain.decoding.sampling import RandomSource
-from spectrain.decoding.tree import DraftTree, depths
+from spectrain.decoding.sampling import Coins, RandomSource, readable
+from spectrain.decoding.tree import DraftTree, ancestors, depths
 from spectrain.kernels.divergence import chosen
 
 TYPICAL_EPSILON, TYPICAL_DELTA = 0.09, 0.3  # Medusa's: delta = sqrt(epsilon) (arXiv 2401.10774, section 2.3.1)
@@ -31,16 +33,8 @@ class Accepted:
 
 
 def greedy(p_BNV: Tensor, tree: DraftTree) -> Accepted:
-    """The path of the target's only choices; no coins. ValueError unless every law is one-hot."""
-    best = p_BNV.max(-1)
-    sure_BN = ((best.values - 1).abs() < 1e-6) | ~used_nodes(tree)
-    if not bool(sure_BN.all()):
-        row, node = (~sure_BN).nonzero()[0].tolist()
-        raise ValueError(
-            "rule 'greedy' needs temperature 0 (one-hot laws); use rule='point_mass' or 'auto' when sampling; "
-            f"found a largest chance of {float(best.values[row, node]):.6g} at row {row}, node {node}"
-        )
-    return follow(best.indices, tree)
+    """The path of the target's only choices, of one-hot laws; no coins."""
+    return follow(p_BNV.max(-1).indices, tree)
 
 
 def point_mass(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
@@ -48,6 +42,9 @@ def point_mass(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
 
     Lossless for every tree that was fixed before the target's coins, whatever law made it.
     """
+    if not readable(p_BNV):  # the draws of all nodes at once, and not each after the one before
+        node_BN = torch.arange(tree.width, device=p_BNV.device).expand_as(tree.tokens_BN)
+        return follow(coins.pick(p_BNV, node_BN, "choice"), tree)
     return _match(lambda node_B: coins.pick(rows_at(p_BNV, node_B)[:, None], node_B[:, None], "choice")[:, 0], tree)
 
 
@@ -64,13 +61,15 @@ def _match(choose: Callable[[Tensor], Tensor], tree: DraftTree) -> Accepted:
     """Walk from the root along the children that equal the choice at their parent; of equal siblings the first."""
     used_BN = used_nodes(tree)
     node_B = torch.zeros_like(tree.num_B)
-    while True:  # once a level of the accepted path
-        wanted_B = choose(node_B)
+    wanted_B = choose(node_B)
+    for _ in range(tree.width - 1):  # once a level of the accepted path
         match_BN = used_BN & (tree.parents_BN == node_B[:, None]) & (tree.tokens_BN == wanted_B[:, None])
         found_B = match_BN.any(-1)
-        if not bool(found_B.any()):
-            return path_to(tree, node_B, wanted_B)
+        if finished(found_B):
+            break
         node_B = torch.where(found_B, match_BN.int().argmax(-1), node_B)
+        wanted_B = choose(node_B)
+    return path_to(tree, node_B, wanted_B)
 
 
 def typical(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
@@ -87,7 +86,7 @@ def typical(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
     step_BN = torch.where(is_root_BN, 0.0, torch.where(passes_BN, chance_BN, 0.0).log())
     level_BN = depths(tree.parents_BN)
     joint_BN = step_BN
-    for _ in range(int(level_BN.max()) - 1):  # the first level is right already
+    for _ in range(deepest(level_BN) - 1):  # the first level is right already
         joint_BN = torch.where(is_root_BN, 0.0, step_BN + joint_BN.gather(1, tree.parents_BN.clamp(min=0)))
     depth_BN = torch.where(joint_BN > -torch.inf, level_BN, -1)
     longest_BN = depth_BN == depth_BN.amax(-1, keepdim=True)
@@ -104,6 +103,8 @@ def typical_limit(p_BNV: Tensor) -> Tensor:
 
 def rejection(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
     """Token by token along an iid chain (arXiv 2211.17192, algorithm 1): keep x with chance min(1, p(x)/q(x)), stop at the first loss."""
+    if has_kernel(p_BNV, coins):
+        return _by_kernel(p_BNV, tree, coins, whole=False)
     p_BN, q_BN = token_chances(p_BNV, tree), token_chances(drawn_from(tree), tree)
     keep_BM = _tests(p_BN, q_BN, tree, coins)
     last_B = keep_BM.long().cumprod(-1).sum(-1)
@@ -116,6 +117,8 @@ def block(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
     With w_i = min(1, w_{i-1} p/q) and Z_i = sum (w_i p - q)+, prefix i passes with chance Z_i / (Z_i + 1 - w_i), the whole chain with
     w. The token after a prefix cut at i follows (w_i p - q)+: with p in place of w_i p the law is slightly wrong.
     """
+    if has_kernel(p_BNV, coins):
+        return _by_kernel(p_BNV, tree, coins, whole=True)
     q_BNV = drawn_from(tree)
     p_BN, q_BN = token_chances(p_BNV, tree), token_chances(q_BNV, tree)
     last_of_B = tree.num_B - 1
@@ -145,7 +148,7 @@ def multidraft(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
     p_BV, q_BV = law_at(p_BNV, node_B), law_at(q_BNV, node_B)
     for _ in range(tree.width - 1):  # a row tests each node at most once
         child_B, active_B = next_child(tree, node_B, tried_B)
-        if not bool(active_B.any()):
+        if finished(active_B):
             break
         token_B1 = tree.tokens_BN.gather(1, child_B[:, None])
         part_B1 = torch.where(active_B[:, None], p_BV.gather(1, token_B1), 0.0)
@@ -176,6 +179,20 @@ def _stop(p_BNV: Tensor, tree: DraftTree, last_B: Tensor, weight_B: Tensor, coin
     left_BV = residual(p_BV, law_at(drawn_from(tree), last_B), weight_B)[0]
     whole_B1 = (last_B == tree.num_B - 1)[:, None]
     return path_to(tree, last_B, last_token(torch.where(whole_B1, p_BV, left_BV), last_B, coins))
+
+
+def has_kernel(p_BNV: Tensor, coins: RandomSource) -> bool:
+    """Whether the kernels verify: keyed coins on a CUDA device with triton."""
+    return chosen("auto", p_BNV.device) == "triton" and isinstance(coins, Coins)
+
+
+def _by_kernel(p_BNV: Tensor, tree: DraftTree, coins: RandomSource, *, whole: bool) -> Accepted:
+    """A chain verified in six launches; whole: block verification."""
+    from spectrain.kernels.chain_triton import verify_chain
+
+    assert isinstance(coins, Coins)
+    tests_BN, ends_BN = (coins.uniform(tree.width, role) for role in ("accept", "residual"))
+    return Accepted(*verify_chain(p_BNV, drawn_from(tree), tree.tokens_BN, tree.num_B, tests_BN, ends_BN, whole=whole))
 
 
 def last_token(p_BV: Tensor, node_B: Tensor, coins: RandomSource) -> Tensor:
@@ -249,10 +266,23 @@ def next_child(tree: DraftTree, node_B: Tensor, tried_B: Tensor) -> tuple[Tensor
 
 def path_to(tree: DraftTree, last_B: Tensor, next_B: Tensor) -> Accepted:
     """The path from the root to node `last`, and the token after it."""
-    level_BN = depths(tree.parents_BN)
-    node_B1 = last_B[:, None]
-    path_BN = torch.full_like(tree.parents_BN, -1)
-    for _ in range(int(level_BN.max())):  # column 0 is the root's
-        path_BN = path_BN.scatter(1, level_BN.gather(1, node_B1), node_B1)
-        node_B1 = tree.parents_BN.gather(1, node_B1).clamp(min=0)
-    return Accepted(path_BK=path_BN[:, 1:], length_B=level_BN.gather(1, last_B[:, None])[:, 0], next_B=next_B)
+    (B, N), device = tree.parents_BN.shape, last_B.device
+    on_BN = ancestors(tree.parents_BN)[torch.arange(B, device=device), last_B]
+    depth_BN = torch.where(on_BN, on_BN.cumsum(-1) - 1, N)  # ancestors stand before their descendants; N: beside the path
+    path_BN = last_B.new_full((B, N + 1), -1).scatter(1, depth_BN, torch.arange(N, device=device).expand(B, N))
+    return Accepted(path_BK=path_BN[:, 1:N], length_B=on_BN.sum(-1) - 1, next_B=next_B)
+
+
+def finished(active_B: Tensor) -> bool:
+    """Whether no row is active any more, so that a loop may end before its bound. It does not where that would have to be read."""
+    return readable(active_B) and not bool(active_B.any())
+
+
+def rows_where(active_B: Tensor) -> Tensor:
+    """Numbers of the active rows; of all rows where how many there are would have to be read."""
+    return active_B.nonzero()[:, 0] if readable(active_B) else torch.arange(len(active_B), device=active_B.device)
+
+
+def deepest(level_BN: Tensor) -> int:
+    """The depth of the deepest node; the most it can be where it would have to be read."""
+    return int(level_BN.max()) if readable(level_BN) else level_BN.shape[1] - 1

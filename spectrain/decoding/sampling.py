@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.tree import Law
+from spectrain.kernels.divergence import chosen
 
 ROLES = {"choice": 1, "draft": 2, "accept": 3, "residual": 4}
 LARGEST = 1e30  # float32 ends at 3e38; a setting beyond it turns a logit of -inf into NaN
@@ -66,14 +67,20 @@ def probabilities(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
     return p_BNV / p_BNV.sum(-1, keepdim=True)
 
 
+def readable(numbers: Tensor) -> bool:
+    """Whether the host may look at numbers: those on a device it would have to wait for."""
+    return numbers.device.type == "cpu"
+
+
 def nucleus_floor(p_BNV: Tensor, top_p: float) -> Tensor:
     """The smallest probability in the nucleus of each law [B, N, 1] (arXiv 1904.09751): the likeliest tokens up to the one that
     crosses top_p. Tokens of that very probability are all in.
 
     Sorting a whole vocabulary costs as much as a pass of a small model; mostly its 1024 likeliest tokens hold the nucleus.
     """
-    sorted_BNK = p_BNV.topk(min(1024, p_BNV.shape[-1]), dim=-1).values
-    if sorted_BNK.shape[-1] < p_BNV.shape[-1] and not bool((sorted_BNK.sum(-1) >= top_p).all()):
+    few = p_BNV.shape[-1] > 1024 and readable(p_BNV)
+    sorted_BNK = p_BNV.topk(1024, dim=-1).values if few else p_BNV
+    if not few or not bool((sorted_BNK.sum(-1) >= top_p).all()):
         sorted_BNK = p_BNV.sort(dim=-1, descending=True).values
     inside_BNK = sorted_BNK.cumsum(-1) - sorted_BNK < top_p
     return sorted_BNK.masked_fill(~inside_BNK, 1.0).amin(-1, keepdim=True)
@@ -85,6 +92,10 @@ def draw(p_BNV: Tensor, u_BN: Tensor) -> Tensor:
     p need not sum to 1. The cumulative sums are float64 and u is scaled by their total, so that a token of probability 0 is never
     drawn.
     """
+    if chosen("auto", p_BNV.device) == "triton":
+        from spectrain.kernels import draw_triton
+
+        return draw_triton.draw(p_BNV, u_BN)
     cumulative_BNV = p_BNV.double().cumsum(-1)
     goal_BN = u_BN.double() * cumulative_BNV[..., -1]  # for u <= 1 - 2^-53 below the total, rounding included
     token_BN = torch.searchsorted(cumulative_BNV, goal_BN[..., None], right=True)[..., 0]
@@ -117,6 +128,10 @@ class Coins:
     def uniform(self, nodes: int | Tensor, role: str, number: int = 0) -> Tensor:
         """Independent numbers in [0, 1), float64: [B, nodes] for the first nodes, [B, X] for node numbers node_BX."""
         node_BX = torch.arange(nodes, device=self.seed_B.device) if isinstance(nodes, int) else nodes
+        if chosen("auto", node_BX.device) == "triton":
+            from spectrain.kernels import draw_triton
+
+            return draw_triton.uniform(self.seed_B, self.length_B, node_BX, ROLES[role], number)
         key_BX = mix(mix(self.seed_B) + self.length_B)[:, None] + node_BX
         bits_BX = mix(mix(mix(key_BX) + ROLES[role]) + number)
         return ((bits_BX >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.accept import DRAWING as RULES_AS_THEY_ARE
-from spectrain.decoding.accept import accept
+from spectrain.decoding.accept import accept, verify
 from spectrain.decoding.rules import Accepted, residual, rows_at
 from spectrain.decoding.sampling import Sampling, probabilities
 
@@ -147,18 +146,13 @@ def test_point_mass_minds_pruned_drafts(law_of, make_pair, make_setting, law: st
     assert tv.max() <= EXACT
 
 
-def unchecked(p_BNV: Tensor, tree, rule: str, coins) -> Accepted:
-    """The rule without the checks of `accept`, which refuse equal siblings without replacement."""
-    return RULES_AS_THEY_ARE[rule](p_BNV, tree, coins)
-
-
-# What must come out biased. Each row: how to draft, and how to verify.
+# What must come out biased: how to draft, and how to verify (`verify` takes equal siblings without replacement, `accept` does not).
 CONTROLS = {
     "best children with softmax q, RRS": {"law": "best", "label": "iid", "rule": "multidraft", "parents": (-1, 0, 0, 1, 1)},
     "best children with softmax q, RRSw": {"law": "best", "label": WOR, "rule": "multidraft", "parents": (-1, 0, 0, 1, 1)},
     "best child with softmax q, block": {"law": "best", "label": "iid", "rule": "block", "parents": CHAIN[:3]},
     "RRS of children without replacement": {"law": WOR, "label": "iid", "rule": "multidraft", "parents": TREE},
-    "RRSw of iid children": {"law": "iid", "label": WOR, "rule": "multidraft", "parents": FORK[:3], "verify": unchecked},
+    "RRSw of iid children": {"law": "iid", "label": WOR, "rule": "multidraft", "parents": FORK[:3], "verify": verify},
     "traversal with q not masked": {"law": WOR, "label": "iid", "rule": "traversal", "parents": TREE},
     "pruned children, RRSw": {"law": WOR, "rule": "multidraft", "parents": TREE, "prune_below": 0.3},
     "pruned children, traversal": {"law": "iid", "rule": "traversal", "parents": FORK, "prune_below": 0.3},

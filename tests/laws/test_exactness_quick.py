@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from spectrain.decoding import generate as generator
+from spectrain.decoding.sampling import Coins
 from spectrain.drafters.scripted import Scripted
 from spectrain.target.cache import SlabCache
 from spectrain.target.model import Target
@@ -123,3 +124,19 @@ def seedless(rows_of: Any) -> Any:
         return rows
 
     return made
+
+
+def test_coin_on_its_border_passes_for_a_fault(grid: ModuleType, worlds: dict[str, Any], monkeypatch) -> None:
+    """Rows whose coins lie a little further in a batch: ties for who allows as much, faults for who allows less."""
+    uniform, little = Coins.uniform, 0.004
+
+    def further(coins: Coins, nodes: Any, role: str, number: int = 0) -> torch.Tensor:
+        found = uniform(coins, nodes, role, number)
+        return (found + little).clamp(max=1 - 2**-53) if len(coins.seed_B) > 1 else found
+
+    cell = grid.Cell("llama", "small model", "bushy", 3, TOKENS, rule="multidraft", counts=False)
+    monkeypatch.setattr(Coins, "uniform", further)
+    for allowed, kind in ((little, "ties"), (little / 1000, "faults")):
+        monkeypatch.setattr(grid, "NUDGE", allowed)
+        line = grid.run_cell(worlds["llama"], cell)
+        assert line[kind] == line["rows"] - line["equal"] > 0, line
