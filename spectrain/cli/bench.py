@@ -14,9 +14,9 @@ from rich.table import Table
 
 from spectrain.cli.drafters import heads_of, open_drafters, parse_drafters
 from spectrain.cli.evaluate import machine
-from spectrain.cli.joint import open_for
 from spectrain.cli.measured import CLONE
 from spectrain.cli.quickstart import wide_console
+from spectrain.cli.room import open_target
 from spectrain.config import BenchConfig, Suite, load_config, override, validate
 from spectrain.decoding.shapes import Chain
 from spectrain.evaluation.arms import Named
@@ -28,7 +28,7 @@ from spectrain.target.model import Target
 from spectrain.target.passes import for_all
 from spectrain.training.setup import made_with
 
-FORMAT = 1  # of bench.json
+FORMAT = 2  # of bench.json
 HEADS = ("batch", "plain", "always", "gain", "predicted", "tau", "v", "roof v", "depth", "table", "adaptive")
 
 
@@ -49,7 +49,8 @@ def bench(
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True, highlight=False)
 
-    target = open_for(target_name, heads[0] if len(heads) == 1 else None, dtype, say, **where)
+    caches = (max(config.batches), config.max_new_tokens)
+    target = open_target(target_name, heads[0] if len(heads) == 1 else None, dtype, say, where, caches=caches)
     opened = open_drafters(wanted, target)
     ids = _prompts(target, suite, suite_file, config)
     compile = for_all(target, config.compile, passes=config.max_new_tokens)  # alike where costs and where rounds are timed
@@ -78,7 +79,8 @@ def bench(
 def measured(run: Bench, drafters: Sequence[Named], config: BenchConfig, out: Path, say: Any) -> dict[str, Any]:
     """The parts `roofline` and `drafters` of bench.json."""
     target = run.target
-    base = [target.fingerprints, str(target.model.dtype), machine(target), list(map(list, run.prompts)), config.model_dump(mode="json")]
+    of = [target.fingerprints, str(target.model.dtype), machine(target)]
+    base = [FORMAT, *of, list(map(list, run.prompts)), config.model_dump(mode="json")]
     keys = {d.name: hashlib.sha256(json.dumps([base, d.name, d.identity]).encode()).hexdigest()[:16] for d in drafters}
     kept = {d.name: Kept(out / "bench-runs.jsonl", keys[d.name]) for d in drafters}
     shapes = {d.name: _shape(d, config) for d in drafters}
@@ -125,7 +127,8 @@ def show(content: Mapping[str, Any], console: Console) -> None:
     """A table a drafter (always: drafting to the full depth; depth: of the table), its policy in the words of the engines, whether it
     holds, and the advice."""
     for name, found in content["drafters"].items():
-        table = Table(title=f"{name}, {found['shape']}: tokens/s by batch", box=SIMPLE)
+        made = ", ".join(dict.fromkeys(row["mode"] for row in found["rows"]))
+        table = Table(title=f"{name}, {found['shape']}: tokens/s by batch, {made} passes", box=SIMPLE)
         for head in HEADS:
             table.add_column(head, justify="right", no_wrap=True)
         for row in found["rows"]:
@@ -146,7 +149,10 @@ def _told(found: Mapping[str, Any]) -> list[str]:
     if policy["vllm"] is None:
         told = ["Policy: draft nothing at these batches."]
     else:
-        options = {"vLLM --speculative-config": policy["vllm"], "SGLang --speculative-adaptive-config": policy["sglang"]}
+        options = {
+            "vLLM --speculative-config": policy["vllm"],
+            "SGLang --speculative-adaptive, in the file of --speculative-adaptive-config": policy["sglang"],
+        }
         told = [f"{option}: {json.dumps(value)}" for option, value in options.items()]
     missed = [f"{row['policy']} at batch {row['batch']} ({row['ratio']:.2f})" for row in check["rows"] if not row["met"]]
     bound = f"{100 * check['slack']:.0f} % of the better of plain and drafting"

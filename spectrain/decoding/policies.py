@@ -4,20 +4,22 @@ Every policy is lossless: a plan is made from the outcomes of earlier rounds, th
 token of its own round is drawn, and under any rule a draft whose size is fixed beforehand leaves the law exact. The one decision
 inside a round, `stop_below`, ends a chain *after* the token in doubt; dropping that token would change the law of what is kept
 (inference with sampled drafts: arXiv 2302.01318). Greedy answers never change. Sampled ones keep their law; their tokens also stay
-those of the row alone where plans look at the row only: kinds `heuristic`, `confidence` and `ema` on chains. `marginal`, and every
-kind on a tree (one depth for the batch), follow the batch, so a row's draws may differ from those of its run alone.
+those of the row alone where plans look at the row only: kinds `heuristic`, `confidence` and `ema` on chains. `marginal`, `table`, and
+every kind on a tree (one depth for the batch), follow the batch, so a row's draws may differ from those of its run alone.
 
 Legend: B rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from math import prod
 
 from spectrain.decoding.shapes import DynamicTree, Shape, trimmed
 from spectrain.yields import Costs
 
-KINDS = ("heuristic", "confidence", "ema", "marginal")
+LENGTH_ROUNDS = 2.0  # at first, of drafts as long as they were asked for
+KINDS = ("heuristic", "confidence", "ema", "marginal", "table")
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,13 @@ class Adaptive:
     average falls below `off_below`.
     marginal: the depth, for trees the budget too, with the most expected tokens per second for the rows at work, by `costs` and each
     row's conditional acceptance at each depth: counts that lose 1 - `memory` a round, on top of `prior_rounds` rounds that accept
-    `prior` (a depth never tried takes after the one above it); off where nothing gains. On a tree, a level's drafts all miss with a chance
-    that falls as budget^-`spread` (Sequoia's power law, arXiv 2402.12374). Needs costs, for batches `Costs.by_batch` best of all.
+    `prior` (a depth never tried takes after the one above it; or one by depth, as measured); off where nothing gains. A drafter may have
+    nothing to say (a text not seen before): of the rounds that ask it, a row drafts in the share seen so far, at first `prior_share`, and a
+    round in which none does costs what plain decoding does. On a tree, a level's drafts all miss with a chance that falls as
+    budget^-`spread` (Sequoia's power law, arXiv 2402.12374). Needs costs, for batches `Costs.by_batch` best of all.
     While off, ema and marginal probe after `probe_after` rounds, then after twice as many each time, `probe_most` at most.
+    table: as many drafted tokens a row (the depth of a chain, the nodes of a tree) as `drafts` says for the rows at work, such as
+    {1: 5, 8: 3, 32: 0}; between two of its batches those of the larger one, where drafting pays less, and beyond the last one its own.
     """
 
     kind: str
@@ -54,25 +60,42 @@ class Adaptive:
     weight: float = 0.2
     off_below: float = 0.1
     memory: float = 0.97
-    prior: float = 0.6
+    prior: float | Sequence[float] = 0.6
     prior_rounds: float = 2.0
+    prior_share: float = 1.0
     spread: float = 0.5
     probe_after: int = 4
     probe_most: int = 64
+    drafts: Mapping[int, int] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"policy {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
         if self.kind == "marginal" and self.costs is None:
             raise ValueError("policy 'marginal' weighs tokens against costs; measure them: Adaptive('marginal', costs=st.measure_costs(…))")
+        self._check_drafts()
+        if not isinstance(self.prior, float | int):
+            object.__setattr__(self, "prior", tuple(self.prior))
         for name in ("threshold", "weight", "memory", "prior"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"Adaptive: {name} must lie between 0 and 1, both excluded, found {getattr(self, name)}")
-        if not (self.off_below >= 0 and self.prior_rounds > 0 and self.spread >= 0 and 1 <= self.probe_after <= self.probe_most):
-            found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kind", "costs")}
+            value = getattr(self, name)
+            if not all(0 < one < 1 for one in (value if isinstance(value, tuple) else (value,))) or value == ():
+                raise ValueError(f"Adaptive: {name} must lie between 0 and 1, both excluded, found {value}")
+        sizes = self.off_below >= 0 and self.prior_rounds > 0 and self.spread >= 0 and 0 < self.prior_share <= 1
+        if not (sizes and 1 <= self.probe_after <= self.probe_most):
+            found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kind", "costs", "drafts")}
             raise ValueError(
-                f"Adaptive: needed off_below >= 0, prior_rounds > 0, spread >= 0 and 1 <= probe_after <= probe_most, found {found}"
+                "Adaptive: needed off_below >= 0, prior_rounds > 0, spread >= 0, 0 < prior_share <= 1 and 1 <= probe_after <= probe_most, "
+                f"found {found}"
             )
+
+    def _check_drafts(self) -> None:
+        if (self.drafts is not None) != (self.kind == "table"):
+            found = f"found policy {self.kind!r}, drafts {self.drafts}"
+            raise ValueError(f"drafts by batch and policy 'table' go together, {found}: Adaptive('table', drafts={{1: 5, 8: 3, 32: 0}})")
+        if self.drafts is not None:
+            object.__setattr__(self, "drafts", {int(rows): drafts for rows, drafts in self.drafts.items()})  # a JSON object has strings
+            if not self.drafts or min(self.drafts) < 1 or not all(isinstance(k, int) and k >= 0 for k in self.drafts.values()):
+                raise ValueError(f"drafts needs numbers of drafted tokens, 0 or more, by batches of 1 row or more, found {self.drafts}")
 
     def start(self, shape: Shape, rows: int) -> "PolicySession":
         """The state of `rows` rows about to decode with a shape."""
@@ -82,6 +105,8 @@ class Adaptive:
             raise ValueError(f"policy 'confidence' ends chains, found {shape}; use a Chain, or policy 'marginal' for a tree")
         if self.kind == "marginal":
             return _Marginal(self, shape, rows)
+        if self.kind == "table":
+            return _Table(self, shape, rows)
         makes: dict[str, type[_Row]] = {"heuristic": _Stepping, "confidence": _Constant, "ema": _Average}
         make = makes[self.kind]
         return _ByRow(shape, [make(self, shape.depth) for _ in range(rows)], self.threshold if self.kind == "confidence" else 0.0)
@@ -201,26 +226,60 @@ class _ByRow(PolicySession):
         self._rows = [self._rows[b] for b in rows]
 
 
+class _Table(PolicySession):
+    """What a table says for the rows at work, whatever they accept."""
+
+    def __init__(self, settings: Adaptive, shape: Shape, rows: int) -> None:
+        assert settings.drafts is not None
+        self._shape, self._rows, self._drafts = shape, rows, sorted(settings.drafts.items())
+
+    def plan(self, live: Sequence[bool] | None = None) -> Plan:
+        going = _live(live, self._rows)
+        drafts = next((k for rows, k in self._drafts if rows >= sum(going)), self._drafts[-1][1])
+        cut = trimmed(self._shape, depth=min(drafts, self._shape.depth), budget=min(drafts, self._shape.budget))
+        depth = 0 if cut is None else cut.depth
+        return Plan([depth if on else 0 for on in going], None if cut is None or cut.is_chain else cut.budget)
+
+    def observe(self, drafted_B: Sequence[int], accepted_B: Sequence[int], depth_B: Sequence[int]) -> None:
+        _check_outcome(self._rows, drafted_B, accepted_B, depth_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = len(rows)
+
+
 class _Counts:
-    """One row's drafts at each depth: how many stood to be judged, how many of them missed, old rounds counting less."""
+    """One row's drafts at each depth: how many stood to be judged, how many of them missed; and in how many of the rounds that asked for
+    drafts it had any. Old rounds count less."""
 
     def __init__(self, settings: Adaptive, depth: int) -> None:
-        self._memory, self._prior, self._weight = settings.memory, settings.prior, settings.prior_rounds
+        self._memory, self._weight, prior = settings.memory, settings.prior_rounds, settings.prior
         self._judged, self._missed = [0.0] * depth, [0.0] * depth
+        self._first = 1 - prior if isinstance(prior, float | int) else 0.0
+        self._prior = [1 - prior[min(d, len(prior) - 1)] for d in range(depth)] if isinstance(prior, tuple) else None
+        self._asked = self._drafted = 0.0
+        self._share = settings.prior_share
 
     def learn(self, accepted: int, depth: int, scale: float) -> None:
-        """scale: how much likelier than with the full budget a miss was; it counts by its chance of a miss there too."""
+        """A round that asked for drafts; depth: of what was drafted, 0 for nothing. scale: how much likelier than with the full budget a
+        miss was; it counts by its chance of a miss there too."""
+        self._asked, self._drafted = self._memory * self._asked + 1, self._memory * self._drafted + (depth > 0)
+        if not depth:
+            return
         weight = max(1 / scale, self.misses()[accepted]) if accepted < min(depth, len(self._missed)) else 0.0
         self._judged = [self._memory * n + (d <= accepted and d < depth) for d, n in enumerate(self._judged)]
         self._missed = [self._memory * n + weight * (d == accepted) for d, n in enumerate(self._missed)]
 
     def misses(self) -> list[float]:
-        """Chance at each depth that no draft is the accepted one, given that one above was."""
-        chances, above = [], 1 - self._prior
-        for judged, missed in zip(self._judged, self._missed, strict=True):
-            above = (missed + self._weight * above) / (judged + self._weight)
+        """Chance at each depth that no draft is the accepted one, given that one above was and that something was drafted."""
+        chances, above = [], self._first
+        for d, (judged, missed) in enumerate(zip(self._judged, self._missed, strict=True)):
+            above = (missed + self._weight * (self._prior[d] if self._prior else above)) / (judged + self._weight)
             chances.append(above)
         return chances
+
+    def share(self) -> float:
+        """Chance that it drafts when asked."""
+        return (self._drafted + self._weight * self._share) / (self._asked + self._weight)
 
 
 @dataclass(frozen=True)
@@ -241,9 +300,12 @@ class _Marginal(PolicySession):
         self._costs, self._spread, self._full = settings.costs, settings.spread, shape.budget
         self._rows = [_Counts(settings, shape.depth) for _ in range(rows)]
         self._choices = _choices(shape, settings.spread)
-        self._break_even: dict[int, list[float]] = {}  # rows at work -> the tau that each choice must reach
+        # (rows at work, share of the longest draft asked for that comes) -> the tau that each choice must reach where something is drafted
+        self._break_even: dict[tuple[int, float], list[float]] = {}
+        self._memory, self._lengths, self._rounds = settings.memory, LENGTH_ROUNDS, LENGTH_ROUNDS
         self._probe = _Probe(settings)
         self._planned, self._on, self._needed = _Choice(0, 0, None, 1.0), True, 1.0
+        self._asked: list[bool] = []
 
     def plan(self, live: Sequence[bool] | None = None) -> Plan:
         going = _live(live, len(self._rows))
@@ -251,32 +313,39 @@ class _Marginal(PolicySession):
         self._on, self._needed = gain > 1, needed
         if not self._on and not self._probe.due:
             choice = _Choice(0, 0, None, 1.0)
-        self._planned = choice
+        self._planned, self._asked = choice, [on and choice.depth > 0 for on in going]
         return Plan([choice.depth if on else 0 for on in going], choice.budget)
 
     def _best(self, rows: Sequence[_Counts]) -> tuple[float, _Choice, float]:
         """The choice with the highest expected speed-up over plain decoding, that speed-up, and the choice's break-even."""
         if not rows or not self._choices:
             return 1.0, _Choice(0, 0, None, 1.0), 1.0
-        if len(rows) not in self._break_even:
-            self._break_even[len(rows)] = [self._costs.break_even(c.depth, c.nodes, len(rows)) for c in self._choices]
-        needed = self._break_even[len(rows)]
-        misses = [row.misses() for row in rows]
-        tau = {scale: _tau_by_depth(misses, scale) for scale in {c.scale for c in self._choices}}
-        gains = [tau[c.scale][c.depth] / cost for c, cost in zip(self._choices, needed, strict=True)]
+        key = len(rows), round(self._lengths / self._rounds, 1)
+        if key not in self._break_even:
+            self._break_even[key] = [self._costs.break_even(c.depth, max(1.0, c.nodes * key[1]), len(rows)) for c in self._choices]
+        needed = self._break_even[key]
+        misses, shares = [row.misses() for row in rows], [row.share() for row in rows]
+        some = 1 - prod(1 - share for share in shares)  # chance that the round has drafts at all
+        tau = {scale: _tau_by_depth(misses, scale, shares) for scale in {c.scale for c in self._choices}}
+        gains = [tau[c.scale][c.depth] / (1 - some + some * cost) for c, cost in zip(self._choices, needed, strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
         return gains[best], self._choices[best], needed[best]
 
     def observe(self, drafted_B: Sequence[int], accepted_B: Sequence[int], depth_B: Sequence[int]) -> None:
         _check_outcome(len(self._rows), drafted_B, accepted_B, depth_B)
         drafting = [b for b, depth in enumerate(depth_B) if depth]
-        for b in drafting:
-            self._rows[b].learn(accepted_B[b], depth_B[b], self._planned.scale)
-        tau = 1 + sum(accepted_B[b] for b in drafting) / max(len(drafting), 1)
+        for b, row in enumerate(self._rows):
+            if depth_B[b] or (self._asked and self._asked[b]):
+                row.learn(accepted_B[b], depth_B[b], self._planned.scale)
+        tau = 1 + sum(accepted_B) / max(sum(self._asked), len(drafting), 1)  # rows without a draft wait for those that have one
+        if drafting and self._planned.nodes:
+            self._lengths = self._memory * self._lengths + min(1.0, max(drafted_B) / self._planned.nodes)
+            self._rounds = self._memory * self._rounds + 1
         self._probe.after(was_on=self._on, drafted=bool(drafting), paid=tau > self._needed)
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[b] for b in rows]
+        self._asked = [self._asked[b] for b in rows] if self._asked else []
 
 
 def _choices(shape: Shape, spread: float) -> list[_Choice]:
@@ -299,11 +368,10 @@ def _choices(shape: Shape, spread: float) -> list[_Choice]:
     return sorted(found, key=lambda choice: (choice.nodes, choice.depth))
 
 
-def _tau_by_depth(misses: Sequence[Sequence[float]], scale: float) -> list[float]:
-    """Mean over rows of the expected tokens a round, for each depth from 0 on."""
+def _tau_by_depth(misses: Sequence[Sequence[float]], scale: float, shares: Sequence[float]) -> list[float]:
+    """Mean over rows of the expected tokens a round, for each depth from 0 on. shares: of the rounds in which a row drafts."""
     total = [0.0] * len(misses[0])
-    for row in misses:
-        survival = 1.0
+    for row, survival in zip(misses, shares, strict=True):
         for d, miss in enumerate(row):
             survival *= 1 - min(1.0, miss * scale)
             total[d] += survival

@@ -100,7 +100,12 @@ def calibrate(bench: Bench, drafter: Drafter, shape: Chain) -> dict[str, Any]:
     if not long_enough:
         raise ValueError(f"no answer to these prompts has {bench.max_new_tokens} tokens; lower --max-new-tokens, or take another suite")
     survival = [sum(r.accepted >= i for r in judged) / len(judged) for i in range(1, shape.depth + 1)]
-    return {"prompts": long_enough, "survival": survival, "rounds": len(judged)}
+    conditional: list[float] = []
+    for i in range(1, shape.depth + 1):
+        stood = [r.accepted >= i for r in judged if (r.depth or 0) >= i and r.accepted >= i - 1]
+        conditional.append(sum(stood) / len(stood) if stood else conditional[-1] if conditional else 0.0)
+    share = sum(bool(r.depth) for r in judged) / len(judged)
+    return {"prompts": long_enough, "survival": survival, "conditional": conditional, "share": share, "rounds": len(judged)}
 
 
 Way = tuple[Drafter | None, Chain | None, Adaptive | None]
@@ -171,9 +176,9 @@ def measure(bench: Bench, kept: Kept, name: str, drafter: Drafter, shape: Chain,
     known = kept.once(lambda: calibrate(bench, drafter, shape), "calibration", name)
     survival, prompts = known["survival"], known["prompts"]
     costs = Costs(**kept.once(lambda: _costs_of(bench, drafter, shape), "costs", name))
-    best = depths_by_batch(survival, costs, bench.batches)
-    depths = {batch: depth for batch, (depth, _) in best.items()}
-    policy = own_policy(for_engines(depths, survival, costs)["spectrain"])
+    chances = known["conditional"], known["share"]
+    depths = {batch: depth for batch, (depth, _) in depths_by_batch(*chances, costs, bench.batches).items()}
+    policy = own_policy(for_engines(depths, *chances, costs)["spectrain"])
     rows, corrected = [], {}
     total = sum(map(bench.pairs, bench.batches))
     with tqdm(total=total, desc=f"bench: {name}", unit="pair", disable=None) as bar:
@@ -193,7 +198,7 @@ def measure(bench: Bench, kept: Kept, name: str, drafter: Drafter, shape: Chain,
         say(f"{name}: measured speeds decide where they differ from the predicted ones: depth {told}")
     return {
         "shape": str(shape), "depth": shape.depth, "survival": survival, "tau": tau_from_survival(survival, shape.depth), "rows": rows,
-        "flips_at": flips_at(rows), "policy": for_engines(depths, survival, costs), "corrected": corrected, "verified": verified(rows),
+        "flips_at": flips_at(rows), "policy": for_engines(depths, *chances, costs), "corrected": corrected, "verified": verified(rows),
     }  # fmt: skip
 
 
@@ -207,8 +212,8 @@ def _costs_of(bench: Bench, drafter: Drafter, shape: Chain) -> dict[str, Any]:
 def _row(
     found: Mapping[str, Sequence[Mapping[str, Any]]], costs: Costs, survival: Sequence[float], *, batch: int, depth: int, most: int
 ) -> dict[str, Any]:
-    """Figures of a batch: tokens a second by arm, the median of the pairs' speed-ups with the lowest and the highest of them, and what
-    costs and calibrated acceptance predict.
+    """Figures of a batch: tokens a second by arm, speed-ups of totals (all pairs' answers have one length) with the pairs' lowest and
+    highest, and what costs and calibrated acceptance predict.
 
     depth: of the table; most: of the shape. break_even and its parts: of a round, in rounds of plain decoding.
     """
@@ -216,18 +221,17 @@ def _row(
     def median(arm: str, what: str) -> float:
         return statistics.median(turn[what] for turn in found[arm])
 
-    def gains(arm: str) -> list[float]:
-        return [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(found[arm], found[PLAIN], strict=True)]
+    def rate(arm: str) -> float:
+        return statistics.harmonic_mean([turn["tokens_per_s"] for turn in found[arm]])
 
-    always, rate = gains(ALWAYS), median(PLAIN, "tokens_per_s")
-    speedup = statistics.median(always)
+    always = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(found[ALWAYS], found[PLAIN], strict=True)]
     named = PLAIN if depth == 0 else ALWAYS if depth == most else TABLE
     unit = sum(median(PLAIN, phase) for phase in PHASES)
     parts = {phase: median(ALWAYS, phase) / unit for phase in PHASES}
     steps, nodes = (median(ALWAYS, what) for what in ("depth", "nodes"))
     return {
-        "batch": batch, PLAIN: rate, ALWAYS: rate * speedup, TABLE: rate * statistics.median(gains(named)),
-        ADAPTIVE: rate * statistics.median(gains(ADAPTIVE)), "speedup": speedup, "lo": min(always), "hi": max(always),
+        "batch": batch, PLAIN: rate(PLAIN), ALWAYS: rate(ALWAYS), TABLE: rate(named), ADAPTIVE: rate(ADAPTIVE),
+        "speedup": rate(ALWAYS) / rate(PLAIN), "lo": min(always), "hi": max(always),
         "pairs": len(found[PLAIN]), "tau": median(ALWAYS, "tokens"), "break_even": sum(parts.values()), **parts,
         "predicted": tau_from_survival(survival, most) / costs.break_even(steps, nodes, batch),
         "v": costs.verify(1 + most, batch) / costs.verify(1, batch), "c": costs.step(batch), "k": depth,

@@ -44,8 +44,8 @@ def _gap(report: Report) -> list[Table]:
             parts = [_percent(_grown(by.get(part))) for part in ("tau", "draft", "verify", "other")]
             rows.append([name, domain, num(cell.predicted), num(cell.measured), _percent(off), *parts])
     note = (
-        "Predicted from τ of the counts and from costs that were measured apart; off by: predicted over measured. Split: what the timed "
-        "prompts' other τ, and rounds that cost more or less than measured apart, make of it (their growths multiply)."
+        "Predicted from τ as counted on the timed prompts and from costs that were measured apart; off by: predicted over measured. Split: "
+        "what another τ while timed, and rounds that cost more or less than measured apart, make of it (their growths multiply)."
     )
     head = "arm | domain | predicted | measured | off by | τ | draft | verify | other"
     return [Table("Speed-up predicted and measured", note, head, rows, labels=2)] if rows else []
@@ -86,10 +86,11 @@ def _price(report: Report) -> list[Table]:
 
 
 def _batches(report: Report) -> list[Table]:
-    rows, policies, told = [], [], []
+    rows, policies, told, made = [], [], [], dict[str, None]()
     for name, found in (report.batch or {}).get("drafters", {}).items():
         told.append(_verified(name, found))
         for row in found["rows"]:
+            made |= {row["mode"]: None} if "mode" in row else {}
             sign = f"{SIGNS['win' if row['speedup'] > 1 else 'loss']} {row['speedup']:.2f}× {span(row.get('lo'), row.get('hi'))}".strip()
             rates = [num(row.get(key), 1) for key in ("plain", "speculative", "table", "adaptive")]
             rest = [count(row.get("k")), num(row.get("tau")), num(row.get("break_even"))]
@@ -102,6 +103,7 @@ def _batches(report: Report) -> list[Table]:
         return []
     head = "drafter | batch | drafting | predicted | tokens/s plain | always drafting | depth by batch | adaptive | depth | τ | break-even"
     note = "Tokens a second of all rows together; in brackets the lowest and highest pair of runs. Depth: of the policy by batch."
+    note += "".join(f" Passes: {how}." for how in made)
     tables = [Table("By batch", " ".join(filter(None, [note, *told])), head, rows)]
     how = "How an engine, or this generator, is told to draft by batch."
     return tables + ([Table("Policies by batch", how, "drafter | for | setting", policies, labels=3)] if policies else [])

@@ -5,7 +5,7 @@ from typing import Any
 
 from spectrain.data.formats import Prompt
 from spectrain.evaluation.measure import BASELINE, Arm, compare
-from spectrain.evaluation.metrics import bootstrap, ratio_of_ratios, speed_cell, tau_table
+from spectrain.evaluation.metrics import bootstrap, committed_and_rounds, ratio_of_ratios, speed_cell, tau_table
 from spectrain.evaluation.paired import pairs
 from spectrain.evaluation.price import price
 from spectrain.evaluation.records import Record, Records
@@ -57,19 +57,21 @@ def by_arm(arms: Sequence[Arm], records: Records, prompts: ByDomain) -> dict[str
 
 
 def gaps(
-    arms: Sequence[Arm], records: Records, prompts: ByDomain, costs: Mapping[str, Costs], tau: Mapping[str, Any], speed: Mapping[str, Any]
+    arms: Sequence[Arm], records: Records, prompts: ByDomain, costs: Mapping[str, Costs], speed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`speed.gap` of each timed arm with drafts whose costs (by arm) are known, by domain and all together, where both had rounds."""
+    """`speed.gap` of each timed arm with drafts whose costs (by arm) are known, by domain and all together, where both had rounds; prompts:
+    the timed ones, which counts and times are both of."""
     groups = {**prompts, ALL: every(prompts)}
     found = {}
     for arm in arms:
         if arm.name not in costs:
             continue
-        cells = {d: (tau[arm.name][MICRO if d == ALL else d], speed[arm.name][d]) for d in groups}
+        counted = {d: records.of(arm.name, "tau", rows) for d, rows in groups.items()}
+        sums = {d: [sum(numbers) for numbers in zip(*map(committed_and_rounds, of), strict=True)] for d, of in counted.items() if of}
         found[arm.name] = {
-            d: gap(costs[arm.name], *cells[d], records.of(arm.name, "tau", rows), arm.shape)
-            for d, rows in groups.items()
-            if all(cell["tokens"] for cell in cells[d])
+            d: gap(costs[arm.name], {"tau": tokens / rounds}, speed[arm.name][d], counted[d], arm.shape)
+            for d, (tokens, rounds) in sums.items()
+            if tokens and speed[arm.name][d]["tokens"]
         }
     return found
 

@@ -142,7 +142,7 @@ def _records_of(target: Target, arm: Arm, turn: int, batch: Sequence[tuple[Promp
     return [
         Record(
             arm.name, "tau", p.id, p.domain, r.tokens, share, share, r.rounds, turn=turn, prompt_tokens=len(ids),
-            think_tokens=think_tokens(target.tokenizer, ids, r.tokens),
+            think_tokens=think_tokens(target.tokenizer, ids, r.tokens), passes=result.mode,
         )
         for (p, ids), r in zip(batch, result.rows, strict=True)
     ]  # fmt: skip
@@ -179,7 +179,7 @@ def measure_speed(
         row, seconds = result.rows[0], result.seconds
         return Record(
             name, "speed", prompt.id, prompt.domain, row.tokens, seconds, seconds - row.prefill_seconds, row.rounds, repeat=repeat,
-            prompt_tokens=len(ids), think_tokens=think_tokens(target.tokenizer, ids, row.tokens),
+            prompt_tokens=len(ids), think_tokens=think_tokens(target.tokenizer, ids, row.tokens), passes=result.mode,
         )  # fmt: skip
 
     def run_all() -> None:

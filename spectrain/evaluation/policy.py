@@ -8,20 +8,34 @@ accepted; 0 drafts nothing.
 import json
 import os
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 from spectrain.decoding.policies import Adaptive
-from spectrain.yields import Costs, best_depth_for
+from spectrain.yields import Costs
 
 SLACK = 0.05  # a policy may be slower than the better of drafting always and never by this share
 PRIOR_ROUNDS = 24.0  # of the measured acceptance: a few unlucky rounds do not end the drafting
 PROBE_AFTER = 32  # rounds without a draft: where none pays, trying again costs
+VLLM_TABLE = "num_speculative_tokens_per_batch_size"
 
 
-def depths_by_batch(survival: Sequence[float], costs: Costs, batches: Sequence[int]) -> dict[int, tuple[int, float]]:
-    """The chain depth with the highest predicted speed-up at each batch, and that speed-up; (0, 1.0) where none gains."""
-    return {batch: best_depth_for(survival, costs, batch=batch) for batch in batches}
+def depths_by_batch(conditional: Sequence[float], share: float, costs: Costs, batches: Sequence[int]) -> dict[int, tuple[int, float]]:
+    """The chain depth with the highest predicted speed-up at each batch, and that speed-up; (0, 1.0) where none gains.
+
+    conditional: chance by depth that a draft is accepted, given the one above and that there is one; share: of the rounds in which a row
+    drafts. A round in which no row does costs what plain decoding does, any other one pass over the full depth of every row.
+    """
+    found: dict[int, tuple[int, float]] = {}
+    for batch in batches:
+        some, tau, gains = 1 - (1 - share) ** batch, 1.0, {0: 1.0}
+        for depth, survival in enumerate(accumulate(conditional, mul), 1):
+            tau += share * survival
+            gains[depth] = tau / (1 - some + some * costs.break_even(depth, depth, batch))
+        found[batch] = max(gains.items(), key=lambda gain: (gain[1], -gain[0]))
+    return found
 
 
 def ranges(depths: Mapping[int, int]) -> list[list[int]]:
@@ -37,19 +51,20 @@ def ranges(depths: Mapping[int, int]) -> list[list[int]]:
     return found
 
 
-def for_engines(depths: Mapping[int, int], survival: Sequence[float], costs: Costs) -> dict[str, Any]:
+def for_engines(depths: Mapping[int, int], conditional: Sequence[float], share: float, costs: Costs) -> dict[str, Any]:
     """The policy as vLLM, SGLang and this generator read it; vLLM's and SGLang's are None where nothing is ever drafted.
 
-    depths: of each measured batch. survival: of the drafts in calibration, from which this generator's own policy starts.
+    depths: of each measured batch. conditional, share: of the drafts in calibration, by depth given the depth above, and of the rounds
+    in which a row drafted at all; this generator's own policy starts from them.
     """
     table, most = ranges(depths), max(depths.values(), default=0)
     own = {
-        "kind": "marginal", "prior": min(max(survival[0] if survival else 0.0, 0.01), 0.99), "prior_rounds": PRIOR_ROUNDS,
-        "probe_after": PROBE_AFTER, "depth": most,
+        "kind": "marginal", "prior": [min(max(chance, 0.01), 0.99) for chance in conditional], "prior_rounds": PRIOR_ROUNDS,
+        "prior_share": max(share, 0.01), "probe_after": PROBE_AFTER, "depth": most,
     }  # fmt: skip
     found: dict[str, Any] = {"vllm": None, "sglang": None, "spectrain": {**own, "costs": costs_as_dict(costs)}}
     if most:
-        found["vllm"] = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": table}
+        found["vllm"] = {"num_speculative_tokens": most, VLLM_TABLE: table}
         found["sglang"] = {str(first): {"candidate_steps": sorted({depth, (depth + 1) // 2})} for first, _, depth in table}
     return found
 
@@ -66,21 +81,36 @@ def own_policy(settings: Mapping[str, Any]) -> Adaptive:
 
 
 def load_policy(path: str | os.PathLike[str], drafter: str | None = None) -> Adaptive:
-    """The policy of a `bench.json` (or of the folder that `spectrain bench` wrote), for `generate(policy=…)`.
+    """The policy of a `bench.json` (or of the folder that `spectrain bench` wrote), or of a table by batch, for `generate(policy=…)`.
 
-    drafter: its name there, where there are several. ValueError for a file that is none, or without such a drafter.
+    A table is a JSON object of drafts by batch, such as {"1": 5, "8": 3, "32": 0}, or one with vLLM's
+    `num_speculative_tokens_per_batch_size`. drafter: its name in a bench.json, where there are several. ValueError for a file that is
+    none of these, or without such a drafter.
     """
     file = Path(path) / "bench.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ValueError(f"no file {file}; `spectrain bench --out FOLDER` writes FOLDER/bench.json")
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))["drafters"]
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if (table := _table(content)) is not None:
+            return Adaptive("table", drafts=table)
+        found = content["drafters"]
         name = next(iter(found)) if drafter is None and len(found) == 1 else drafter
         if name not in found:
             raise ValueError(f"{file} has policies of {', '.join(found)}, asked for {name!r}; name one of them")
         return own_policy(found[name]["policy"]["spectrain"])
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} is no whole bench.json ({type(error).__name__}: {error}); make it anew with spectrain bench") from error
+    except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
+        found = f"{file} is no whole bench.json and no table by batch ({type(error).__name__}: {error})"
+        raise ValueError(f"{found}; make it anew with spectrain bench") from error
+
+
+def _table(content: Any) -> dict[int, int] | None:
+    """Drafts by batch, where a file holds no more than these."""
+    if not isinstance(content, Mapping):
+        return None
+    if VLLM_TABLE in content:
+        return {entry[1]: entry[2] for entry in content[VLLM_TABLE]}
+    return {int(rows): drafts for rows, drafts in content.items()} if content and all(rows.isdecimal() for rows in content) else None
 
 
 def verified(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from spectrain.decoding.drafter import Drafter
 from spectrain.decoding.shapes import Shape
 from spectrain.evaluation.speed import mean_draft
 from spectrain.planning.machines import MACHINES
+from spectrain.target.lean import PackedLinear
 from spectrain.target.model import Target
+from spectrain.target.passes import quick
 from spectrain.yields import Roofline
 
 MATRIX = 1024  # rows and columns of the product whose rate is measured
@@ -55,6 +57,7 @@ def _bytes(weight: Tensor) -> int:
     return weight.numel() * weight.element_size()
 
 
+@torch.inference_mode()
 def device_rates(target: Target) -> tuple[str, float, float]:
     """(where the figures are from, products a second, bytes a second) of the target's device at the width of its numbers.
 
@@ -68,7 +71,9 @@ def device_rates(target: Target) -> tuple[str, float, float]:
             return f"{name}, data sheet", found.rate(dtype.itemsize), found.bandwidth
     square = torch.ones(MATRIX, MATRIX, dtype=dtype, device=target.device)
     line = torch.ones(READ, dtype=dtype, device=target.device)
-    product, reading = _seconds(lambda: square @ square, target.device), _seconds(line.sum, target.device)
+    linear = nn.Linear(MATRIX, MATRIX, bias=False, dtype=dtype, device=target.device)
+    layer = linear if quick(target) is target else PackedLinear(linear)  # the products that its passes are made of
+    product, reading = _seconds(lambda: layer(square), target.device), _seconds(line.sum, target.device)
     return "measured here", 2 * MATRIX**3 / product, READ * dtype.itemsize / reading
 
 

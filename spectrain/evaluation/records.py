@@ -18,7 +18,8 @@ class Record:
     """One answer: `mode` is "tau" (batched) or "speed" (alone). seconds: whole call; decode_seconds: without the prompt's pass.
 
     turn: of the prompt, 0 the first; repeat: which run of it, where it was timed several times. prompt_tokens: context before the first
-    token of the answer; think_tokens: tokens of the answer up to the end of its thinking.
+    token of the answer; think_tokens: tokens of the answer up to the end of its thinking. passes: how the target's were made
+    (`target.passes`), "" where that is not known.
     """
 
     arm: str
@@ -33,6 +34,7 @@ class Record:
     repeat: int = 0
     prompt_tokens: int = 0
     think_tokens: int = 0
+    passes: str = ""
 
 
 Place = tuple[str, str, str, str]  # key, arm, mode, prompt

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from spectrain.decoding.accept import LOSSY
+
 ALL, MACRO, MICRO = "all", "all (macro)", "all (micro)"
 NUMBER = float | None  # None: not measured, shown as a dash
 
@@ -24,7 +26,8 @@ def _record(name: str, fields: dict[Any, str], optional: dict[Any, str] | None =
 
 
 Suite: Any = _record("Suite", {str: "name sha256"})
-Settings: Any = _record("Settings", {str: "dtype machine", int: "max_new_tokens speed_max_new_tokens threads", float: "temperature"})
+Settings: Any = _record("Settings", {str: "dtype machine", int: "max_new_tokens speed_max_new_tokens threads", float: "temperature"},
+                        {str: "passes"})  # fmt: skip
 Arm: Any = _record("Arm", {str: "name drafter shape rule", int: "depth width budget"}, {float: "temperature", str: "plain"})
 Tau: Any = _record("Tau", {NUMBER: "tau lo hi", int: "tokens rounds prompts", list[NUMBER]: "acceptance conditional"},
                    {float: "draft_acceptance", list[float]: "lengths"})  # fmt: skip
@@ -155,11 +158,13 @@ class Report(_Part):
 
 
 def parse_report(report: dict[str, Any]) -> Report:
-    """Check a report; ValueError naming each key that is missing or unfit."""
+    """Check a report; ValueError naming each key that is missing or unfit, and each arm of a lossy rule: its tokens are not the target's,
+    so its figures do not stand beside those of arms that keep the law."""
     faults: list[str] = []
     try:
         parsed = Report.model_validate(report)
         faults += [] if parsed.arms else ["'arms' is empty"]
+        faults += [f"the rule of {arm.name!r} is {arm.rule}, which is lossy; leave the arm out" for arm in parsed.arms if arm.rule in LOSSY]
         faults += [f"'tau.{arm.name}' is missing" for arm in parsed.drafted if arm.name not in parsed.tau]
         timed = {parsed.temperature_of(arm) for arm in parsed.arms if parsed.speed.get(arm.name)}
         wanted = [arm.name for arm in parsed.drafted if parsed.temperature_of(arm) in timed]

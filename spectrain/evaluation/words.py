@@ -115,7 +115,8 @@ def lead(report: Report) -> str:
     s = report.settings
     lengths = f"τ with up to {s.max_new_tokens:,} new tokens a prompt, speed with up to {s.speed_max_new_tokens:,}"
     temperatures = ", ".join(f"{t:g}" for t in report.temperatures)
-    return f"{lengths}; temperature {temperatures}; {s.dtype}; {s.threads} threads; {s.machine}."
+    passes = f"; {s.passes} passes" if s.passes else ""
+    return f"{lengths}; temperature {temperatures}; {s.dtype}{passes}; {s.threads} threads; {s.machine}."
 
 
 def definitions(report: Report) -> dict[str, str]:

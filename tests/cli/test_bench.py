@@ -25,6 +25,7 @@ def benched(project: Path, cli: Callable[..., Any]) -> tuple[Path, dict[str, Any
     result = cli("bench", "--target", project / "target", "--drafters", "ngram,suffix", "--suite", suite, "--out", out, *SMALL)
     assert result.exit_code == 0, result.output
     assert "2 drafter(s) at batches 1, 3: about" in result.output and "written:" in result.output
+    assert "tokens/s by batch, eager passes" in result.output
     return out, json.loads((out / "bench.json").read_text())
 
 

@@ -28,6 +28,8 @@ def test_short_answers_leave_the_batch(target: Target, fresh_greedy: Callable[..
     found = calibrate(bench_of(target, prompts), NGram(), Chain(3))
     assert found["prompts"] == [i for i in range(12) if i not in ends]
     assert len(found["survival"]) == 3 and found["survival"] == sorted(found["survival"], reverse=True)
+    assert 0 < found["share"] <= 1 and all(0 <= chance <= 1 for chance in found["conditional"])
+    assert found["survival"][0] == pytest.approx(found["share"] * found["conditional"][0])  # every draft has a first level
 
 
 def test_no_answer_is_long_enough(table_of_ends: Target) -> None:
@@ -65,7 +67,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, rates: Callable[[int, int, bool], floa
                 "tokens_per_s": rate, "mode": "eager"}  # fmt: skip
 
     monkeypatch.setattr(batches, "turn", turn)
-    monkeypatch.setattr(batches, "calibrate", lambda *a: {"prompts": [0, 1, 2], "survival": [0.6, 0.3, 0.02], "rounds": 9})
+    known = {"prompts": [0, 1, 2], "survival": [0.6, 0.3, 0.02], "conditional": [0.75, 0.5, 0.1], "share": 0.8, "rounds": 9}
+    monkeypatch.setattr(batches, "calibrate", lambda *a: known)
     monkeypatch.setattr(batches, "measure_costs", lambda *a, **k: costs)
     return made
 

@@ -220,6 +220,15 @@ def test_speed_is_measured_again_or_in_one_batch(target: Target, calls: Counter,
         assert record.mode == "speed" and 0 < record.decode_seconds <= record.seconds and len(record.tokens) <= 5
 
 
+def test_record_does_not_tell_how_its_passes_were_made(target: Target, tmp_path: Path) -> None:
+    """A run is long enough for packed products or is not; the file tells which it was."""
+    for tokens, compile, mode in ((5, "auto", "eager"), (20, "auto", "packed"), (20, False, "eager")):
+        path = tmp_path / f"{tokens}-{compile}.jsonl"
+        measure_speed(target, [PLAIN], PROMPTS[:1], Records(path, "k"), max_new_tokens=tokens, baseline=False, compile=compile)
+        (row,) = map(json.loads, path.read_text().splitlines())
+        assert row["passes"] == mode
+
+
 def test_slow_run_of_several_decides(target: Target, scripted: Any, tmp_path: Path) -> None:
     """A B A B: every arm goes over a prompt again before the next one, and the run of median time counts."""
     path, arms = tmp_path / "r.jsonl", [PLAIN, Arm("guess", scripted(lambda ids: [(7, 0)]), Chain(1))]

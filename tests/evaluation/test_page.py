@@ -71,7 +71,8 @@ def bench() -> dict[str, Any]:
         gain = 1.5 - 0.14 * i
         rows.append({"batch": batch, "plain": plain, "speculative": plain * gain, "table": plain * max(gain, 0.99), "speedup": gain,
                      "adaptive": plain * max(0.98 * gain, 0.97), "k": 4 if i < 4 else 0, "tau": 2.1, "break_even": 2.1 / gain,
-                     "predicted": gain * 1.03, "lo": gain * 0.95, "hi": gain * 1.06})  # fmt: skip
+                     "predicted": gain * 1.03, "lo": gain * 0.95, "hi": gain * 1.06,
+                     "mode": "packed"})  # fmt: skip
     policy = {"vllm": {"num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[1, 8, 4], [9, 32, 0]]},
               "sglang": {"1": {"candidate_steps": [2, 4]}, "9": {"candidate_steps": [0]}}}  # fmt: skip
     checked = {"slack": 0.05, "met": True, "rows": [{"batch": 1, "policy": "adaptive", "ratio": 0.98, "met": True}]}
@@ -274,7 +275,7 @@ def test_every_part_is_on_the_page(report: dict[str, Any], tmp_path: Path) -> No
              "Speed-up predicted and measured", "Context, position, part, entropy", "Acceptance of one draft, α", "By batch", "Roofline",
              "Arms compared on the same prompts", "What speculation costs", "Served by an engine", "Licences of the prompts",
              "Policies by batch", "Costs measured apart", "head: both policies stay within 5 %", "not met: speedup>=2",
-             "Latency at batch 1", "head tree:4x5x15 (point_mass, T=0.7)")  # fmt: skip
+             "Latency at batch 1", "Passes: packed.", "head tree:4x5x15 (point_mass, T=0.7)")  # fmt: skip
     for part in parts:
         assert part in words and part in markdown, part
     assert "26 tokens in 10 passes" in words and "8 drafted nodes, at most 3 in a row; 2 accepted" in words

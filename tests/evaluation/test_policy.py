@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from spectrain.evaluation.policy import advice_by_service, depths_by_batch, flips_at, for_engines, load_policy, ranges, verified
+from spectrain.decoding.policies import Adaptive
+from spectrain.decoding.shapes import Chain
+from spectrain.evaluation.policy import advice_by_service, depths_by_batch, flips_at, for_engines, load_policy, own_policy, ranges, verified
 from spectrain.yields import Costs
 
 # One more position costs nothing alone, a third of a plain pass in a batch of 8, all of it in one of 32.
@@ -15,13 +17,16 @@ COSTS = Costs(
     by_batch={8: tuple(1.5 + 0.5 * n for n in range(5)), 32: tuple(4.0 + 4.0 * n for n in range(5))}, other=0.05,
     beside={1: (0.05, 0.0, 0.05, 0.0), 32: (0.4, 0.0, 0.4, 0.0)},
 )  # fmt: skip
-SURVIVAL = [0.7, 0.5, 0.35, 0.2]
+CONDITIONAL = [0.9, 0.7, 0.7, 1.0]
 
 
 def test_depths_do_not_fall_with_the_batch() -> None:
-    found = depths_by_batch(SURVIVAL, COSTS, (1, 8, 32))
+    conditional = [0.7, 5 / 7, 0.7, 4 / 7]
+    found = depths_by_batch(conditional, 1.0, COSTS, (1, 8, 32))
     assert found[1] == (4, pytest.approx(2.75 / 1.25)) and found[32] == (0, 1.0)
     assert 0 < found[8][0] < 4 and found[8][1] > 1
+    rare = depths_by_batch(conditional, 0.25, COSTS, (1, 8))  # seven others wait for the one that drafts
+    assert rare[1] == (4, pytest.approx((1 + 0.25 * 1.75) / (0.75 + 0.25 * 1.25))) and rare[8] == (0, 1.0)
 
 
 def test_ranges_overlap_or_leave_gaps() -> None:
@@ -33,24 +38,41 @@ def test_ranges_overlap_or_leave_gaps() -> None:
 
 
 def test_engines_cannot_read_the_policy() -> None:
-    found = for_engines({1: 4, 8: 1, 32: 0}, SURVIVAL, COSTS)
+    found = for_engines({1: 4, 8: 1, 32: 0}, CONDITIONAL, 0.8, COSTS)
     assert found["vllm"] == {
         "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 8, 1], [9, 32, 0]],
     }  # fmt: skip
     assert found["sglang"] == {"1": {"candidate_steps": [2, 4]}, "2": {"candidate_steps": [1]}, "9": {"candidate_steps": [0]}}
-    nothing = for_engines({1: 0}, [], COSTS)
-    assert nothing["vllm"] is None and nothing["sglang"] is None and 0 < nothing["spectrain"]["prior"] < 1
+    nothing = for_engines({1: 0}, [0.0], 0.0, COSTS)
+    assert nothing["vllm"] is None and nothing["sglang"] is None and own_policy(nothing["spectrain"]).prior == (0.01,)
 
 
 def test_policy_of_a_file_is_another_one(tmp_path: Path) -> None:
-    policy = json.loads(json.dumps(for_engines({1: 4}, SURVIVAL, COSTS)))
+    policy = json.loads(json.dumps(for_engines({1: 4}, CONDITIONAL, 0.8, COSTS)))
     file = tmp_path / "bench.json"
     file.write_text(json.dumps({"drafters": {"head": {"policy": policy}}}))
     loaded = load_policy(tmp_path)
-    assert loaded == load_policy(file, "head") and (loaded.kind, loaded.prior, loaded.costs) == ("marginal", 0.7, COSTS)
+    assert loaded == load_policy(file, "head") and (loaded.kind, loaded.costs) == ("marginal", COSTS)
+    assert (loaded.prior, loaded.prior_share) == ((0.9, 0.7, 0.7, 0.99), 0.8)
     file.write_text("{")
     with pytest.raises(ValueError, match="make it anew with spectrain bench"):
         load_policy(file)
+
+
+def test_table_of_a_file_is_another_one(tmp_path: Path) -> None:
+    """A plain one, and vLLM's own as `for_engines` writes it, which says the same at every batch."""
+    file = tmp_path / "drafts.json"
+    file.write_text('{"1": 5, "8": 3, "32": 0}')
+    assert load_policy(file) == Adaptive("table", drafts={1: 5, 8: 3, 32: 0})
+    file.write_text(json.dumps(for_engines({1: 4, 8: 1, 32: 0}, CONDITIONAL, 0.8, COSTS)["vllm"]))
+    policy = load_policy(file)
+    assert policy == Adaptive("table", drafts={1: 4, 8: 1, 32: 0})
+    for first, last, drafts in ranges({1: 4, 8: 1, 32: 0}):
+        assert all(policy.start(Chain(9), batch).plan().depth_B == [drafts] * batch for batch in range(first, last + 1))
+    for text in ("[1]", '{"1": 5, "x": 3}', '{"num_speculative_tokens_per_batch_size": [[1, 2]]}'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="no whole bench.json and no table by batch"):
+            load_policy(file)
 
 
 def rows(*gains: float, table: float | None = None) -> list[dict[str, Any]]:

@@ -328,6 +328,22 @@ def test_an_arm_without_numbers_is_named() -> None:
         render_html({**invented_report(), "arms": []})
 
 
+def test_lossy_arm_stands_beside_lossless_ones() -> None:
+    report = invented_report()
+    assert report["arms"][2]["name"] == "head chain"
+    report["arms"][2]["rule"] = "typical"
+    with pytest.raises(ValueError, match="the rule of 'head chain' is typical, which is lossy; leave the arm out"):
+        render_markdown(report)
+
+
+def test_passes_of_the_timed_arms_are_not_told() -> None:
+    report = invented_report()
+    assert "passes; " not in render_html(report)
+    report["settings"]["passes"] = "compiled"
+    for page in (render_html(report), render_markdown(report)):
+        assert "; compiled passes; " in page
+
+
 def test_bad_values_are_named() -> None:
     report = invented_report()
     report["tau"]["n-gram"]["code"]["tau"] = float("nan")
