@@ -24,6 +24,7 @@ from spectrain.drafters.lookup import NGram
 from spectrain.drafters.scripted import Scripted
 from spectrain.drafters.small_model import SmallModel
 from spectrain.drafters.suffix import Suffix
+from spectrain.kernels import tree_attention
 from spectrain.target.model import Target
 
 SIZE = 24  # questions of a set: a multiple of the batches 1, 3 and 8
@@ -89,8 +90,9 @@ class World(ABC):
         model.set_attn_implementation("eager")
         for question in self._first():
             start = len(question.prompt)
-            logits_LV = model(input_ids=torch.tensor([question.longer])).logits[0, start - 1 : -1, : self.target.num_ids]
-            gap_L = logits_LV.amax(-1) - logits_LV.gather(1, torch.tensor(question.longer[start:])[:, None])[:, 0]
+            ids_L = torch.tensor(question.longer, device=self.target.device)
+            logits_LV = model(input_ids=ids_L[None]).logits[0, start - 1 : -1, : self.target.num_ids]
+            gap_L = logits_LV.amax(-1) - logits_LV.gather(1, ids_L[start:, None])[:, 0]
             gap = float(gap_L.max())
             if gap > 0:
                 what = f"token {int(gap_L.argmax())} is not transformers'"
@@ -168,18 +170,22 @@ class Oracle:
 
 
 class SmallWorld(World):
-    """A small random model with prompts of 1 to 40 random tokens; odd sets have an end id that about half of their answers meet."""
+    """A small random model with prompts of 1 to 40 random tokens; odd sets have an end id that about half of their answers meet.
+
+    device: where it answers; its heads are trained on the CPU.
+    """
 
     kinds = 2
 
-    def __init__(self, name: str, *, quick: bool) -> None:
+    def __init__(self, name: str, *, quick: bool, device: str = "cpu") -> None:
         table_VV, self._successor = cycle_table((5, 9, 11, 13, 17, 19, 22))
         targets = {
             "llama": lambda: llama_target(), "calm llama": lambda: llama_target(calm=0.03), "gemma2": lambda: gemma_target(calm=0.06),
             "table": lambda: table_target(table_VV),
         }  # fmt: skip
         self._name, self._quick = name, quick
-        super().__init__(targets[name](), new_tokens=50 if quick else 200, noise=0.05 if name == "llama" else 0.15)
+        self._here = targets[name]()
+        super().__init__(moved(self._here, torch.device(device)), new_tokens=50 if quick else 200, noise=0.05 if name == "llama" else 0.15)
 
     def prompts(self, number: int) -> list[tuple[int, ...]]:
         coin = random.Random(number)
@@ -202,7 +208,16 @@ class SmallWorld(World):
 
     def head(self, kind: str) -> Any:
         texts = [(q.prompt, q.longer[len(q.prompt) :]) for q in self._first()]
-        return brief_head(self.target, kind, texts, epochs=4 if self._quick else 8)
+        return brief_head(self._here, kind, texts, epochs=4 if self._quick else 8).to(self.target.device)
+
+
+def moved(target: Target, device: torch.device) -> Target:
+    """A copy of a target on a device, with the attention that targets have there."""
+    if device.type == "cpu":
+        return target
+    model = copy.deepcopy(target.model).to(device)
+    model.set_attn_implementation(tree_attention.register(tree_attention.way_of("auto", device)))
+    return replace(target, model=model)
 
 
 class RealWorld(World):

@@ -7,8 +7,8 @@ minutes: each head is trained for as many steps as fit in --minutes by the time 
 batches; its schedule ends there. tokens: each head is trained for the steps that the last recipe's makes in these minutes. No acceptance
 is measured while training, and the last step counts. A head of both is one run.
 Each head is measured as a chain, as a dynamic tree and as the static tree that is best at batch 1 by its own ranks on prompts that were
-kept out and by the costs measured here (where none is predicted to gain: the best of several sizes). Those of equal minutes at temperature
-0 and 1 and timed, all arms in turns on the same prompts; those of equal tokens at temperature 0.
+kept out and by the costs measured here (where none is predicted to gain: the best of several sizes). All at temperature 0 and 1, and timed,
+all arms of equal minutes, or of equal tokens, in turns on the same prompts.
 A stopped run goes on where it was: rows, states, step times, heads, trees, every answer. OUT/heads.json holds all figures.
 """
 
@@ -35,7 +35,7 @@ from spectrain.heads.base import load_head
 from spectrain.training.setup import made_with
 
 FAMILY = ("medusa", "hydra", "eagle", "hass", "eagle3")  # in the order in which their acceptance is expected to rise
-TEMPERATURES = {"minutes": (0.0, 1.0), "tokens": (0.0,)}
+TEMPERATURES = {"minutes": (0.0, 1.0), "tokens": (0.0, 1.0)}
 PLAIN = "plain"
 SECONDS = {"row": 0.52, "step": 0.4, "chain": 0.02, "dynamic": 0.028, "static": 0.023, "timed": 0.035, "head": 25.0}  # two quiet cores
 
@@ -53,7 +53,7 @@ def plan(names: Sequence[str], args: argparse.Namespace) -> list[str]:
             number, count = (args.prompts if t == 0 else args.sampled_prompts), heads if mode == "minutes" else heads - 1
             minutes[f"tau at T = {t:g}, {MODES[mode]}"] = count * number * args.tokens * sum(SECONDS[arm] for arm in ARMS) / 60
     runs = (len(ARMS) * heads + 1) * args.timed * args.tokens
-    minutes["speed at T = 0 and 1"] = 2 * runs * SECONDS["timed"] / 60
+    minutes["speed at T = 0 and 1, both comparisons"] = sum(map(len, TEMPERATURES.values())) * runs * SECONDS["timed"] / 60
     lines = [f"{', '.join(names)}: {args.rows} rows, {args.minutes:g} minutes a head, {args.prompts} prompts, {args.tokens} new tokens"]
     lines += [f"  {what:45} {m:5.1f} min" for what, m in minutes.items()]
     return [*lines, f"  {'in all, expected on two quiet AVX-512 cores':45} {sum(minutes.values()):5.1f} min"]
@@ -86,24 +86,24 @@ def acceptance(bench: Bench, steps: Mapping[str, int], mode: str, report: dict[s
                 report["exactness"][bench.folder(name, steps[name]).name] = {arm: vars(e) for arm, e in exact.items()}
 
 
-def speed(bench: Bench, steps: Mapping[str, int], report: dict[str, Any]) -> None:
-    """Puts the speed of the heads of equal minutes into the report: all arms of all heads in turns on the same prompts."""
+def speed(bench: Bench, steps: Mapping[str, int], mode: str, report: dict[str, Any]) -> None:
+    """Puts the speed of a mode's heads into the report: all arms of all heads in turns on the same prompts."""
     number = max(1, bench.args.timed // len(bench.prompts))
     chosen = speed_subset(dict(list(bench.prompts.items())[: bench.args.timed]), bench.target, number=number, max_tokens=300)
     arms = [Arm(PLAIN)] + [
         replace(arm, name=f"{name} / {way}") for name in bench.names for way, arm in bench.arms(name, steps[name]).items()
     ]
     made_of = [[bench.weights(name, steps[name]) for name in bench.names], [str(arm.shape) for arm in arms], str(bench.compile)]
-    report["timed"] = {"prompts": len(flat(chosen)), "domains": list(chosen), "others": {}, "compile": str(bench.compile)}
-    for temperature in TEMPERATURES["minutes"]:
+    report["timed"] |= {"prompts": len(flat(chosen)), "domains": list(chosen), "compile": str(bench.compile)}
+    for temperature in TEMPERATURES[mode]:
         name_T, others = f"{temperature:g}", Others()
-        records = bench.records(bench.out / f"speed-{name_T}.jsonl", temperature, *made_of)
+        records = bench.records(bench.out / f"speed-{mode}-{name_T}.jsonl", temperature, *made_of)
         measure_speed(
             bench.target, arms, flat(chosen), records, max_new_tokens=bench.args.tokens, baseline=False, compile=bench.compile,
             draws=Draws(temperature=temperature),
         )  # fmt: skip
-        report["timed"]["others"][name_T] = others.share()
-        report["speed"][name_T] = {
+        report["timed"]["others"][f"{mode}, {name_T}"] = others.share()
+        report["speed"].setdefault(mode, {})[name_T] = {
             arm.name: {
                 d: speed_cell(records.of(arm.name, "speed", rows), records.of(PLAIN, "speed", rows))
                 for d, rows in {**chosen, "all": flat(chosen)}.items()
@@ -145,7 +145,7 @@ def settings_of() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of a training at most, for a trial")
     parser.add_argument("--prompts", type=int, default=36, help="for acceptance at temperature 0, over all domains (%(default)s)")
     parser.add_argument("--sampled-prompts", type=int, default=18, help="of these, at temperature 1 (%(default)s)")
-    parser.add_argument("--timed", type=int, default=6, help="of these, timed one by one at both temperatures (%(default)s)")
+    parser.add_argument("--timed", type=int, default=18, help="of these, timed one by one at both temperatures (%(default)s)")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens an answer (%(default)s)")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="of the timed passes (%(default)s)")
     parser.add_argument("--markdown", type=Path, help="file for the tables, which are printed too")
@@ -170,7 +170,7 @@ def made(bench: Bench, names: Sequence[str], args: argparse.Namespace, load: flo
             "prompts": len(flat(bench.asked(0.0))), "sampled_prompts": len(flat(bench.asked(1.0))),
         },
         "runs": {}, "runs_of": {mode: {} for mode in MODES}, "shapes": {}, "tau": {mode: {} for mode in MODES},
-        "order": {mode: {} for mode in MODES}, "exactness": {}, "speed": {},
+        "order": {mode: {} for mode in MODES}, "exactness": {}, "speed": {}, "timed": {"others": {}},
     }  # fmt: skip
 
 
@@ -191,7 +191,8 @@ def main() -> int:
             report["runs"][folder] = bench.run(name, steps[mode][name])
     for mode in MODES:
         acceptance(bench, steps[mode], mode, report)
-    speed(bench, steps["minutes"], report)
+    for mode in MODES:
+        speed(bench, steps[mode], mode, report)
     report["predictions"] = predictions(bench, steps["minutes"], report)
     report["minutes of this call"] = (time.monotonic() - began) / 60
     write(args.out / "heads.json", report)

@@ -54,8 +54,9 @@ def markdown(report: Mapping[str, Any]) -> str:
     for mode in MODES:
         for temperature, arms in report["tau"][mode].items():
             parts += _acceptance(report, mode, temperature, arms)
-    for temperature, cells in report["speed"].items():
-        parts += _speed(report, temperature, cells)
+    for mode, by_temperature in report["speed"].items():
+        for temperature, cells in by_temperature.items():
+            parts += _speed(report, mode, temperature, cells)
     return "\n".join(parts) + "\n"
 
 
@@ -122,20 +123,20 @@ def _acceptance(report: Mapping[str, Any], mode: str, temperature: str, arms: Ma
     return lines
 
 
-def _speed(report: Mapping[str, Any], temperature: str, cells: Mapping[str, Any]) -> list[str]:
-    """Speed of the heads of equal minutes, all arms in turns on the same prompts."""
+def _speed(report: Mapping[str, Any], mode: str, temperature: str, cells: Mapping[str, Any]) -> list[str]:
+    """Speed of the heads of a mode, all arms in turns on the same prompts; by domain tau ÷ break-even, and times plain decoding."""
     told = report["timed"]
-    lines = ["", f"### Speed at T = {temperature}, {MODES['minutes']}", "", f"Batch 1, {told['prompts']} prompts, arms in turns.", ""]
+    how = f"Batch 1, {told['prompts']} prompts, arms in turns. By domain: tau ÷ break-even, × plain."
+    lines = ["", f"### Speed at T = {temperature}, {MODES[mode]}", "", how, ""]
     rows = []
     for key, found_by in cells.items():
         name, _, arm = key.partition(" / ")
         found = found_by["all"]
-        shape = report["shapes"][report["runs_of"]["minutes"][name]][arm] if arm else "–"
-        gain = " ".join(f"{found_by[d]['speedup']:.2f}" for d in told["domains"])
+        shape = report["shapes"][report["runs_of"][mode][name]][arm] if arm else "–"
+        by_domain = [f"{found_by[d]['tau']:.2f} ÷ {found_by[d]['break_even']:.2f}, {cell(found_by[d], 'speedup')}" for d in told["domains"]]
         rows.append(
             [name, shape, f"{found['tau']:.2f}", f"{found['break_even']:.2f}", f"{found['v']:.2f}", f"{found['draft']:.2f}",
-             cell(found, "speedup"), gain, f"{found['tokens_per_s']:.1f}"]
+             cell(found, "speedup"), f"{found['tokens_per_s']:.1f}", *by_domain]
         )  # fmt: skip
-    by_domain = f"by domain ({', '.join(told['domains'])})"
-    columns = ["head", "shape", "tau", "break-even", "verify", "draft", "× plain", by_domain, "tokens/s"]
+    columns = ["head", "shape", "tau", "break-even", "verify", "draft", "× plain", "tokens/s", *told["domains"]]
     return lines + table(columns, rows)

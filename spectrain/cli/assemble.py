@@ -9,10 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from spectrain.cli.joint import tell_change
 from spectrain.cli.trees import GivenTree, tree_notes
 from spectrain.config import EvaluationConfig, Suite
 from spectrain.data.formats import Prompt
+from spectrain.data.rows import Row
 from spectrain.evaluation import asides, figures
 from spectrain.evaluation.anatomy import Anatomy, alpha_table, entropies, rank_table
 from spectrain.evaluation.arms import Named
@@ -23,7 +26,9 @@ from spectrain.evaluation.records import Records
 from spectrain.evaluation.schema import ALL, MICRO
 from spectrain.evaluation.suites import suite_hash, told_of_suite, too_long
 from spectrain.evaluation.told import FREE, advice, losses, remarks
+from spectrain.heads.targets import DraftVocabulary
 from spectrain.target.model import Target
+from spectrain.training.setup import coverage_by_domain, coverage_lines
 from spectrain.yields import Costs
 
 FORMAT = 2  # of report.json
@@ -108,14 +113,26 @@ def report_of(
         "pairs": figures.paired(arms, records, run.prompts), **_alphas(run, arms, looked),
         "keys": {arm.name: run.keys[arm.name, "tau"] for arm in arms}, "notes": [*notes, *told, *of_tree],
         "tree": run.tree and {"file": run.tree.path, "paths": run.tree.shape.paths},
-        **{key: extra[key] for key in ("coverage", "training") if key in extra},
+        **_coverage(run, arms[0], head), **({"training": extra["training"]} if "training" in extra else {}),
     }  # fmt: skip
     if costs:
-        report["gap"] = figures.gaps(timed, records, run.chosen, costs, tau, speed)
+        report["gap"] = figures.gaps(timed, records, run.chosen, costs, speed)
         report["costs"] = _told_costs(arms, costs)
     report["advice"] = [*advice(report), *losses(report)]
     tell_change(report, head)
     return report | _beside(run, arms, timed, tau, speed)
+
+
+def _coverage(run: Run, plain: Arm, head: Any) -> dict[str, Any]:
+    """Share of plain decoding's answers inside a head's reduced draft vocabulary, by domain, and said with its counts."""
+    if head is None or len(head.target_ids) == run.target.num_ids:
+        return {}
+    vocabulary = DraftVocabulary(target_ids=head.target_ids.cpu(), d2t=head.d2t.cpu(), t2d=head.t2d.cpu())
+    records = run.records.of(plain.name, "tau", run.every)
+    answers = [Row(r.id, r.domain, np.array(r.tokens), np.ones(len(r.tokens), np.uint8)) for r in records]
+    for line in coverage_lines(vocabulary, {"plain decoding's answers": answers}):
+        run.say(line)
+    return {"coverage": {domain: inside / max(of, 1) for domain, (inside, of) in coverage_by_domain(answers, vocabulary).items()}}
 
 
 def _beside(

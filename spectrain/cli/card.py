@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from spectrain.evaluation.schema import ALL, MICRO, Report, parse_report
 from spectrain.export.engines import FORMATS
 from spectrain.heads.base import kind_of
+from spectrain.target.adapter import change_text
 
 NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "medusa": "Medusa", "hydra": "Hydra"}
 UNSERVED = ("hydra",)  # kinds that no engine reads
@@ -205,7 +206,8 @@ def _limits(head: Any, origin: Origin, report: Report | None) -> str:
         told.append(f"It was trained on states of the model with its weights in {bits}.")
     if made.get("adapter_sha256"):
         where = "an adapter (`adapter/`)" if head.adapter is not None else "an adapter, merged into the copy that it was trained on,"
-        told.append(f"It was trained together with {where} that changes the model's answers; both are used together.")
+        by = f" ({change_text(change)})" if (change := made.get("target_change")) else ""
+        told.append(f"It was trained together with {where} that changes the model's answers{by}; both are used together.")
     cells = [] if report is None else [report.tau_of(arm.name, domain) for arm in _arms(report, head) for domain in report.domains]
     if few := min((cell.prompts for cell in cells if cell is not None), default=0):
         told.append(f"Measured on as few as {few} prompts a domain; figures of speed are of one machine.")

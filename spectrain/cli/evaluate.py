@@ -62,7 +62,7 @@ def evaluate(
     timed = _time(run, arms)
     with run.spent("alpha, entropy, ranks"):
         looked = {plain.temperature: _looked_at(run, plain, arms) for plain in arms if plain.shape is None} if config.anatomy else {}
-    report = report_of(run, arms, timed, costs, looked, _settings(run), extra, notes)
+    report = report_of(run, arms, timed, costs, looked, _settings(run, timed), extra, notes)
     report["time"] = time_spent(run, time.perf_counter() - begin)
     if gates:
         report["gates"] = check(gates, report)
@@ -83,6 +83,7 @@ def _open(
     )
     texts = [(p.id, p.domain, p.turns) for p in figures.every(prompts)]
     placed = [] if processes.splits else [_placement(target, processes)]
+    placed += [] if target.device.type == "cpu" else [target.device.type]
     base = [suite.model_dump(mode="json"), texts, target.fingerprints, str(target.model.dtype), config.seed, *placed]
     passes = (len(arms) + 1) * len(prompts) * config.speed_prompts * config.speed_max_new_tokens
     keys: dict[tuple[str, str], str] = {}
@@ -202,20 +203,21 @@ def _looked_at(run: Run, plain: Arm, arms: Sequence[Arm]) -> list[Anatomy]:
     )  # fmt: skip
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: Run, timed: Sequence[Arm]) -> dict[str, Any]:
     target, c = run.target, run.config
+    passes = sorted({r.passes for arm in timed for r in run.records.of(arm.name, "speed", run.timed)})
     return {
         "max_new_tokens": run.suite.max_new_tokens, "temperature": c.temperatures[0], "temperatures": list(c.temperatures),
         "speed_temperatures": list(c.timed_temperatures), "dtype": str(target.model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(), "machine": machine(target), "compile": run.compile, "batch_size": c.batch_size,
         "speed_max_new_tokens": c.speed_max_new_tokens, "speed_repeats": c.speed_repeats, "seed": c.seed,
-        "placement": _placement(target, run.processes),
+        "placement": _placement(target, run.processes), "passes": ", ".join(passes),
     }  # fmt: skip
 
 
 def _placement(target: Target, processes: Processes) -> str:
     """How the target lay while it was timed."""
-    return "rank" if processes.splits else f"{target.placement.kind} over {processes.number} processes"
+    return target.placement.kind if processes.splits else f"{target.placement.kind} over {processes.number} processes"
 
 
 def check_out(out: Path, made_of: Mapping[str, str]) -> None:

@@ -14,19 +14,20 @@ from spectrain.cli.assemble import told_of
 from spectrain.cli.drafters import heads_of, open_drafters, parse_drafters
 from spectrain.cli.evaluate import check_exact, check_out, machine
 from spectrain.cli.evaluate import evaluate as run_evaluation
-from spectrain.cli.joint import open_for
 from spectrain.cli.quickstart import show, wide_console
+from spectrain.cli.room import open_target
 from spectrain.cli.trees import check_place, read_tree, write_tree
 from spectrain.config import EvaluationConfig, override, validate
 from spectrain.data.endpoint import Endpoint
 from spectrain.evaluation.arms import AUTO, parse_form
 from spectrain.evaluation.gates import parse as parse_gate
 from spectrain.evaluation.paired import against
-from spectrain.evaluation.processes import open_processes
+from spectrain.evaluation.processes import Processes, open_processes
 from spectrain.evaluation.records import records_of
 from spectrain.evaluation.render import parse_report, write_report
 from spectrain.evaluation.suites import find_suite, suite_of
 from spectrain.evaluation.told import drawn_rules
+from spectrain.target.model import Target
 from spectrain.training.setup import made_with
 
 CLONE = Path(spectrain.__file__).resolve().parents[1]
@@ -133,7 +134,7 @@ def evaluate(asked: Asked, out: Path) -> None:
     with open_processes(splits=asked.where["placement"] == "rank") as processes:
         console.quiet = not processes.leads
         adapted = heads[0] if len(heads) == 1 else None
-        target = open_for(asked.target, adapted, asked.dtype, console.print, device=processes.device, **asked.where)
+        target = _opened(asked, adapted, config, root, processes, console)
         drafters = open_drafters(wanted, target)
         processes.on_main(lambda: check_out(out, told_of(target, drafters, config, suite_of(config, root))))
         report = run_evaluation(
@@ -167,12 +168,18 @@ def make_tree(asked: Asked, head: Path | None, path: Path) -> None:
     check_place(path)
     with open_processes(splits=asked.where["placement"] == "rank") as processes:
         console.quiet = not processes.leads
-        target = open_for(asked.target, head, asked.dtype, console.print, device=processes.device, **asked.where)
+        target = _opened(asked, head, config, root, processes, console)
         write_tree(
             target, stages.open_head(head, target), config, path, root, versions=made_with(target, {})["versions"],
             machine=machine(target), say=lambda text: console.print(text, markup=False, soft_wrap=True), processes=processes,
         )  # fmt: skip
     console.print(f"Tree: {path}; measure it with spectrain evaluate … --tree {path}", soft_wrap=True)
+
+
+def _opened(asked: Asked, head: Path | None, config: EvaluationConfig, root: Path, processes: Processes, console: Console) -> Target:
+    """The target, with a head's adapter where it has one, on this process's device."""
+    caches = (config.batch_size, suite_of(config, root).max_new_tokens)
+    return open_target(asked.target, head, asked.dtype, console.print, asked.where, caches=caches, processes=processes)
 
 
 def _earlier(path: Path | None) -> tuple[Path, dict[str, Any]] | None:
@@ -194,8 +201,9 @@ def _earlier(path: Path | None) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _tell(report: Mapping[str, Any], console: Console) -> None:
-    """By which rules draws were verified, what was compared, which conditions hold, and what the time went to."""
-    lines = drawn_rules(report["arms"])
+    """What to do at which level of service, by which rules draws were verified, what was compared, which conditions hold, and what the
+    time went to."""
+    lines = [*report["service"], *drawn_rules(report["arms"])]
     for row in (report.get("against") or {"rows": []})["rows"]:
         if row["domain"].startswith("all"):
             lines.append(f"{row['arm']}: tau {row['then']:.2f} then, {row['now']:.2f} now")

@@ -87,12 +87,12 @@ def quickstart(*, out: Path, fresh: bool, fresh_answers: bool, short: bool, over
     watch.start("capture")
     store = stages.capture_states(recipe, target, data, out, accelerator, say)
     watch.start("training")
-    result, coverage = stages.run_training(recipe, target, data, store, out, accelerator, say, start=start)
+    result, _ = stages.run_training(recipe, target, data, store, out, accelerator, say, start=start)
     watch.start("evaluation")
     head = stages.open_head(out / "head", target)
     extra = {
         "title": "SmolLM2-135M-Instruct with an EAGLE-3 head", "versions": made_with(target, {})["versions"],
-        "coverage": {domain: inside / total for domain, (inside, total) in coverage.items()}, "training": {"steps": result.history},
+        "training": {"steps": result.history},
     }  # fmt: skip
     report = evaluate(target, head, recipe.evaluation, out / "evaluation", root, extra=extra, say=say)
     watch.start("report and export")

@@ -15,10 +15,11 @@ from spectrain.data.endpoint import Endpoint, answer_through, look
 from spectrain.data.formats import Message, convert, detect
 from spectrain.data.masking import check_messages
 from spectrain.data.questions import question_of, settings_of
-from spectrain.data.regenerate import answer_in_batches, odd_answers, open_dialogues, split_reasoning
+from spectrain.data.regenerate import Take, answer_in_batches, odd_answers, open_dialogues, split_reasoning
 from spectrain.data.sources import Source, check_columns, find_sources
 from spectrain.data.templates import SWITCHES, Template
 from spectrain.decoding.generate import generate
+from spectrain.planning.batches import BATCHES
 from spectrain.target.model import Target, load_target
 from spectrain.training.setup import made_with
 
@@ -65,7 +66,7 @@ def _by_target(sources: Sequence[Source], target: Target, config: RegenerateConf
         file.check = lambda dialogue: odd_answers(answerer.template, dialogue)
         dialogues = _open(sources, config, identity, file, say)
         return answer_in_batches(
-            dialogues, answer=answerer, file=file, batch_size=config.batch_size, length=answerer.length, model=target.name
+            dialogues, answer=answerer, file=file, batch_size=config.batch_size, batches=BATCHES, length=answerer.length, model=target.name
         )
 
 
@@ -118,7 +119,7 @@ def _dialect(source: Source, config: RegenerateConfig) -> str:
 
 
 class TargetAnswerer:
-    """Answers chats by the target: through its chat template, with its thinking switch, a batch at a time."""
+    """Answers chats by the target: through its chat template, with its thinking switch, in a batch that is refilled as rows end."""
 
     def __init__(self, target: Target, config: RegenerateConfig) -> None:
         self._target, self._config = target, config
@@ -153,13 +154,14 @@ class TargetAnswerer:
         """Tokens of a prompt."""
         return len(self.prompt_ids(chat, settings))
 
-    def __call__(self, chats: Sequence[list[Message]], settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Answer]:
+    def __call__(self, chats: Sequence[list[Message]], settings: Mapping[str, Any], seeds: Sequence[int], take: Take) -> None:
+        """Answer the chats, in whose order they begin; take(n, answer) as chat n is answered."""
         prompts = [self.prompt_ids(chat, settings) for chat in chats]
-        result = generate(
+        generate(
             self._target, prompts, temperature=settings["temperature"], top_p=settings["top_p"], max_new_tokens=settings["max_new_tokens"],
-            seed=list(seeds),
+            seed=list(seeds), batch_size=self._config.batch_size,
+            on_row=lambda n, row: take(n, self._answer(prompts[n], row.tokens, row.finish_reason)),
         )  # fmt: skip
-        return [self._answer(ids, row.tokens, row.finish_reason) for ids, row in zip(prompts, result.rows, strict=True)]
 
     def _answer(self, prompt: Sequence[int], ids: Sequence[int], reason: str) -> Answer:
         tokenizer = self._target.tokenizer

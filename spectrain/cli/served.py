@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain.cli import stages
-from spectrain.cli.joint import open_for
 from spectrain.cli.prepare import load_tokenizer
 from spectrain.cli.quickstart import wide_console
+from spectrain.cli.room import open_target
 from spectrain.cli.trees import weights_of
 from spectrain.config import EvaluationConfig, Suite
 from spectrain.data.endpoint import Endpoint, look
@@ -62,7 +62,7 @@ def evaluate_engine(
     if head is None:
         target, trained = Target(model=None, tokenizer=load_tokenizer(target_name), name=target_name), None
     else:
-        target = open_for(target_name, head, dtype, console.print, **where)
+        target = open_target(target_name, head, dtype, console.print, where, caches=(config.batch_size, suite.max_new_tokens))
         trained = stages.open_head(head, target)
     depth = len(before.positions) or config.shapes.chain
     started = served.start_of(text)

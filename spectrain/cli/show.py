@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from spectrain.cli.joint import open_for
+from spectrain.cli.room import open_target
 from spectrain.cli.stages import open_head
 from spectrain.cli.wiring import generate
 from spectrain.decoding.accept import LOSSY
 from spectrain.decoding.generate import RowResult
-from spectrain.decoding.policies import Adaptive
+from spectrain.decoding.policies import KINDS, Adaptive
 from spectrain.decoding.shapes import Chain, Shape, Tree
 from spectrain.drafters.lookup import NGram
 from spectrain.drafters.small_model import SmallModel
@@ -37,7 +37,7 @@ def show_answer(
     with open_processes(splits=False) as processes:
         console = Console(quiet=as_json or not processes.leads, highlight=False)
         own, say = head if name == "head" else None, partial(console.print, markup=False, soft_wrap=True)
-        loaded = open_for(target, own, dtype, say, device=processes.device, **where)
+        loaded = open_target(target, own, dtype, say, where, caches=(1, max_new_tokens), processes=processes)
         chosen = _drafter(name, head, loaded)
         result = generate(
             loaded, [asked], drafter=chosen, shape=shape, rule=rule, policy=_policy(policy),
@@ -75,10 +75,12 @@ def _drafter(name: str, head: Path | None, target: Target) -> Any:
 
 
 def _policy(text: str) -> Adaptive | None:
-    """A kind, or the file or folder of `spectrain bench`."""
+    """A kind, or a file or folder with a policy."""
     if not text:
         return None
-    return load_policy(text) if Path(text).exists() else Adaptive(text)
+    if text not in KINDS and not Path(text).exists():
+        raise ValueError(f"policy {text!r} is neither a file or folder here nor one of {', '.join(KINDS)}; `spectrain bench` writes one")
+    return Adaptive(text) if text in KINDS else load_policy(text)
 
 
 class _Printer:

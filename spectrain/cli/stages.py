@@ -32,6 +32,7 @@ from spectrain.data.rows import Row
 from spectrain.evaluation.processes import Processes
 from spectrain.heads.base import check_head, load_head, save_head
 from spectrain.heads.targets import DraftVocabulary
+from spectrain.planning.batches import BATCHES
 from spectrain.target.adapter import check_lora, copied
 from spectrain.target.capture import capture
 from spectrain.target.check import check_store
@@ -133,7 +134,7 @@ def make_answers(config: AnswersConfig, target: Target, root: Path, out: Path) -
     with AnswerFile(out) as file:
         dialogues = open_dialogues(prompts, settings, file)
         count = answer_in_batches(
-            dialogues, answer=answerer, file=file, batch_size=config.batch_size, length=answerer.length, model=target.name
+            dialogues, answer=answerer, file=file, batch_size=config.batch_size, batches=BATCHES, length=answerer.length, model=target.name
         ).answered
     record = out.with_suffix(".made_with.json")
     if count or not record.exists():

@@ -11,14 +11,16 @@ class HeadConfig(Stage):
     """Of every head. kind: a name in `spectrain.heads.base.HEADS`. draft_vocab_size: the most frequent supervised tokens that the head
     can draft; None: all that the tokenizer has. start: a head to go on from (a head directory, or a flat EAGLE-3 folder of ours or of
     another trainer); sizes, flags and draft vocabulary are then its own. output: train the output layer, or keep it frozen; it starts as
-    a copy of the target's rows (Medusa's, where it is trained, as a quarter of them). layer_ids: states that are read: hidden states
-    hs[i], two to five, of an EAGLE-3 head (None: (2, n // 2, n - 3)); the other heads read the last state (-1, the only one they can read).
+    a copy of the target's rows (Medusa's, where it is trained, as a quarter of them; Hydra's by init_output). layer_ids: states that are
+    read: hidden states hs[i], two to five, of an EAGLE-3 head (None: (2, n // 2, n - 3)); the other heads read the last state (-1, the
+    only one they can read).
 
     init_layer (eagle3, hydra): start the first decoder layer from the target's last layer, or at random. num_layers: decoder layers; of
     Medusa and Hydra residual blocks a head. num_heads (medusa, hydra): drafts that they can make on a path. hidden_size (eagle3): width of
     the head (None: the target's). sliding_window (not medusa): settled tokens that a draft looks back on (None: all of them).
     shared_output (medusa): one output layer for all heads instead of one each. prefix (hydra): a decoder layer over the states first.
     original (hydra): a norm after that layer and biases in the output layers, as in the published heads; their code reads no others.
+    init_output (hydra): start the output layers from the target's rows, or at random.
     bias (eagle): a bias where embedding and state are joined, as in the published checkpoints; vLLM has none.
     EAGLE-3.1 flags, as vLLM and speculators name them: fc_norm: a norm of its own for every fused state; norm_before_fc: one norm over all
     of them; norm_output: the next draft reads the output after the final norm; norm_before_residual: the residual stream starts from the
@@ -31,6 +33,7 @@ class HeadConfig(Stage):
     start: str | None = None
     init_layer: Literal["last", "random"] = "last"
     output: Literal["trained", "frozen"] = "trained"
+    init_output: Literal["target", "random"] = "target"
     num_layers: Annotated[int, Field(ge=1, le=4)] = 1
     num_heads: Annotated[int, Field(ge=1, le=16)] = 4
     hidden_size: Positive | None = None
@@ -50,6 +53,8 @@ class HeadConfig(Stage):
             raise ValueError(f"head.layer_ids {list(self.layer_ids)}: an EAGLE-3 head fuses two to five hidden states hs[i]")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("head.fc_norm and head.norm_before_fc both norm the fused states; set one of them")
+        if self.output == "frozen" and self.init_output == "random":
+            raise ValueError("head.output frozen would leave output layers at random; set head.init_output=target, or head.output=trained")
         return self
 
 

@@ -28,6 +28,7 @@ TOKENS_AT_ONCE = 2**20  # counted together, since a count costs a pass over the 
 PROBE_TOKENS = 128  # of a row, to see how large the target's states are
 LARGE_LOGIT = 50.0  # where caps such as Gemma 2's 30 show
 OF_ALL_HEADS = {"kind", "layer_ids", "draft_vocab_size", "start", "output"}  # settings
+DEVIATION = 0.02  # of random weights, as in most models
 LONGEST_WAIT = timedelta(days=2)  # of the other processes, while the first one answers and captures
 
 
@@ -200,11 +201,18 @@ def new_head(
             ids = vocabulary.target_ids.tolist() if some is None else some.ids_L.tolist()
             sizes_J = state_sizes(target, head.layer_ids, ids[:PROBE_TOKENS])
     head.start_from(
-        layer=layer, norm=final_norm(target), output_VW=target.output_VW, target_ids=vocabulary.target_ids,
+        layer=layer, norm=final_norm(target), output_VW=_output_rows(config, target, seed), target_ids=vocabulary.target_ids,
         train_output=config.output == "trained", seed=seed, sizes_J=sizes_J,
     )  # fmt: skip
     head.tokens = pack_tokens(target.tokenizer.get_vocab())
     return head
+
+
+def _output_rows(config: HeadConfig, target: Target, seed: int) -> Tensor:
+    """The rows [V, W] that the output layers of a new head start from."""
+    if config.init_output == "target":
+        return target.output_VW
+    return torch.randn(target.output_VW.shape, generator=torch.Generator().manual_seed(seed)) * DEVIATION
 
 
 def start_notes(config: HeadConfig, target: Target) -> list[str]:

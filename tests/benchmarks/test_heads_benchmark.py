@@ -170,7 +170,8 @@ def test_tables_leave_out_what_was_measured(report: ModuleType) -> None:
         "tau": {"minutes": {"0": taus, "1": taus}, "tokens": {"0": taus}},
         "order": {"minutes": {t: {"chain": [ratio]} for t in "01"}, "tokens": {"0": {"chain": [ratio]}}},
         "predictions": {n: prediction(pays) for n, pays in zip(names, (False, True), strict=True)},
-        "speed": {"0": speeds}, "timed": {"prompts": 1, "domains": ["code"], "others": {"0": 0.01}},
+        "speed": {"minutes": {"0": speeds}, "tokens": {"1": speeds}},
+        "timed": {"prompts": 1, "domains": ["code"], "others": {"minutes, 0": 0.01}},
     }  # fmt: skip
     text = report.markdown(found)
     lines = text.splitlines()
@@ -180,12 +181,12 @@ def test_tables_leave_out_what_was_measured(report: ModuleType) -> None:
     assert "| eagle3 | 0.10 | 1.50 (2) | 2: 1.10 | 3, depth 2 | 1.80 [1.70, 2.00] | 1.25 | yes |" in lines
     assert [line for line in lines if line.startswith("###")] == [
         "### Costs and trees, measured before", "### tau at T = 0, equal minutes", "### tau at T = 1, equal minutes",
-        "### tau at T = 0, equal supervised tokens", "### Speed at T = 0, equal minutes",
+        "### tau at T = 0, equal supervised tokens", "### Speed at T = 0, equal minutes", "### Speed at T = 1, equal supervised tokens",
     ]  # fmt: skip
     assert lines.count("| medusa | chain 4 |" + " 1.50 [1.40, 1.60] |" * 4) == 3
     assert lines.count("chain: medusa < eagle3 (eagle3/medusa 1.200 [1.100, 1.300]).  ") == 3
-    assert "| eagle3 | static k=2 d=2 n=3 | 1.25 | 2.00 | 1.50 | 0.30 | 0.62 [1.15, 1.35] | 0.62 | 30.0 |" in lines
-    assert "| plain | – | 1.25 | 2.00 | 1.50 | 0.30 | 0.62 [1.15, 1.35] | 0.62 | 30.0 |" in lines
+    speed = "1.25 | 2.00 | 1.50 | 0.30 | 0.62 [1.15, 1.35] | 30.0 | 1.25 ÷ 2.00, 0.62 [1.15, 1.35] |"
+    assert lines.count(f"| eagle3 | static k=2 d=2 n=3 | {speed}") == lines.count(f"| plain | – | {speed}") == 2
     for above, line in itertools.pairwise(lines):
         assert not above.startswith("|") or not line.startswith("|") or above.count("|") == line.count("|"), line
     calm = report.markdown({**found, "runs": {key: {**r, "others": 0.01, "minutes": 2.0} for key, r in found["runs"].items()}})

@@ -1,6 +1,10 @@
 """`spectrain capture`: bytes and hours first, then the store and what its check found."""
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -72,3 +76,56 @@ def test_rows_of_another_target_are_captured(asked: dict[str, Any], make_tokeniz
     monkeypatch.setattr(command, "load_target", lambda name, **settings: other)
     with pytest.raises(ValueError, match="prepared for another target .template_sha256 differs.; run .* --target other"):
         capture_rows(**asked)
+
+
+DIES = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from spectrain.cli import app
+from spectrain.target import capture
+
+def shard_tensors(rows, *args, whole=capture.shard_tensors):
+    if os.environ["RANK"] == sys.argv[1] and rows[0].id == sys.argv[2]:
+        while not Path(sys.argv[3]).exists():  # a second thread writes its first shard
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] not in ("-1", os.environ["RANK"]):
+        time.sleep(120)  # until the launcher ends it, too
+    return whole(rows, *args)
+
+torch.set_num_threads(1)
+capture.shard_tensors = shard_tensors
+app(sys.argv[4:])
+"""
+
+
+@pytest.mark.slow  # three launches
+def test_launch_in_which_a_process_dies_is_lost(
+    asked: dict[str, Any], target: Target, save_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    """`accelerate launch` on two processes. One is killed in its second shard: the launch fails, no half of a file is read, and the same
+    launch makes what is missing; a store is as one process makes it."""
+    (tmp_path / "dies.py").write_text(DIES)
+    folder = save_target(target, tmp_path / "target")
+    rows = RowStore(asked["rows_dir"])
+
+    def launch(out: Path, victim: int) -> subprocess.CompletedProcess[str]:
+        config = Path(__file__).parents[2] / "recipes/accelerate/cpu_2.yaml"
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, tmp_path / "dies.py"]
+        command += [victim, rows[9].id, out / "rows-0000003.safetensors", "capture", asked["rows_dir"], "--target", folder]
+        command += ["--head-config", asked["recipe"], "--out", out, "--set", "data.capture.rows_per_shard=3"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, timeout=300)
+
+    whole, out = tmp_path / "whole", tmp_path / "two"
+    assert launch(whole, -1).returncode == 0
+    assert launch(out, 1).returncode != 0
+    before = {p.name: p.stat().st_mtime_ns for p in out.glob("rows-*.safetensors")}
+    assert set(before) == {"rows-0000003.safetensors"}
+    again = launch(out, -1)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert " ".join(again.stdout.split()).count("same best token 100.00%") == 1
+    files = [{p.name: p.read_bytes() for p in store.iterdir() if ".part-" not in p.name} for store in (whole, out)]
+    assert files[0] == files[1] and len(files[0]) == 5
+    assert before.items() <= {p.name: p.stat().st_mtime_ns for p in out.iterdir()}.items(), "what was there is made again"

@@ -7,12 +7,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from spectrain.cli.assemble import told_of
+from spectrain.cli.assemble import _coverage, told_of
 from spectrain.cli.drafters import free_drafters, named_head
 from spectrain.cli.evaluate import Inexact, check_exact, check_out, evaluate
 from spectrain.config import EvaluationConfig, Suite
@@ -80,6 +81,7 @@ def without_time(report: dict[str, Any]) -> dict[str, Any]:
 
 def test_report_lacks_what_the_page_needs(first: First, tmp_path: Path) -> None:
     _, report = first
+    assert report["settings"]["passes"] == "eager", "five tokens do not repay packed products"
     parse_report(json.loads(json.dumps(report, allow_nan=False)))
     write_report(report, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
@@ -111,6 +113,21 @@ def test_one_arm_has_other_prompts_or_another_baseline(first: First) -> None:
         for cell in speed.values():
             assert cell["speedup"] == pytest.approx(cell["tau"] / cell["break_even"])
     assert all(cell["speedup"] == 1.0 and cell["tau"] == 1.0 for cell in report["speed"]["plain"].values())
+
+
+def test_coverage_is_that_of_the_corpus_the_map_was_cut_from(first: First, head: Any, target: Target, make_head: Any) -> None:
+    """Of the answers that plain decoding gave, domain by domain; a head that can draft every token has none to tell."""
+    out, report = first
+    answers = records_of(out, report)["plain"]
+    for domain in report["domains"]:
+        said = [token for record in answers if record.domain == domain for token in record.tokens]
+        assert report["coverage"][domain] == sum(token in head.target_ids for token in said) / len(said)
+    assert set(report["coverage"]) == set(report["domains"]) and 0 < min(report["coverage"].values()) < 1
+    told: list[str] = []
+    run = SimpleNamespace(target=target, records=SimpleNamespace(of=lambda *of: answers), every=[], say=told.append)
+    assert _coverage(run, SimpleNamespace(name="plain"), head) == {"coverage": report["coverage"]}
+    assert len(told) == 1 and told[0].startswith("draft vocabulary of 40: coverage of plain decoding's answers ") and "red " in told[0]
+    assert _coverage(run, SimpleNamespace(name="plain"), make_head(target, draft_vocab=target.num_ids)) == {} and len(told) == 1
 
 
 def test_second_call_measures_again(first: First, run: Run, head: Any, idle: list[str]) -> None:

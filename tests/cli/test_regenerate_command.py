@@ -16,7 +16,7 @@ from spectrain.data.formats import Prompt
 from spectrain.data.masking import encode_turns
 from spectrain.data.questions import question_of
 from spectrain.data.regenerate import odd_answers
-from spectrain.decoding.generate import Result, RowResult
+from spectrain.decoding.generate import RowResult
 from spectrain.target.model import Target
 
 command = importlib.import_module("spectrain.cli.regenerate")  # the package has a function of this name
@@ -120,17 +120,20 @@ def test_thinking_switch_does_not_reach_the_template(
     answerer = command.TargetAnswerer(target, config)
     asked: list[list[int]] = []
 
-    def generate(target: Target, ids: list[list[int]], **settings: Any) -> Result:
+    def generate(target: Target, ids: list[list[int]], **settings: Any) -> None:
         asked.extend(ids)
         say = "w20 w21 <end>" if ids[0][-1] == 7 else "<think> w10 w11 </think> w20 w21 <end>"
         tokens = target.tokenizer(say, add_special_tokens=False)["input_ids"]
-        return Result([RowResult(tokens, "", "stop", [], 0, len(ids[0]), 0.0) for _ in ids], 0.0)
+        for n in range(len(ids)):
+            settings["on_row"](n, RowResult(tokens, "", "stop", [], 0, len(ids[0]), 0.0))
 
     monkeypatch.setattr(command, "generate", generate)
     for i in range(12):
         question = question_of(Prompt(f"p{i}", "d", (f"w{30 + i}",), ""))
         dialogue = Dialogue(question, "k", command.settings_of(config, question, {}))
-        said = answerer([dialogue.chat], dialogue.settings, [0])[0]
+        taken: dict[int, Answer] = {}
+        answerer([dialogue.chat], dialogue.settings, [0], taken.__setitem__)
+        said = taken[0]
         off = asked[-1][-2:] == [6, 7]
         assert (said.text.strip(), said.reasoning.strip()) == ("w20 w21", "" if off else "w10 w11") and said.tokens == (3 if off else 7)
         dialogue.take(said)
