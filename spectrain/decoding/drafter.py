@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.processors import Histories
 from spectrain.decoding.sampling import Coins, Sampling, probabilities
 from spectrain.decoding.shapes import Shape
@@ -24,7 +25,8 @@ class Round:
     committed: prompt and kept answer of each row. law: how drafts are chosen; other laws than `point_mass` draw with `coins`.
     depth_B: most drafts on a path of each row (None: the shape's depth). stop_below: end a row's chain after a token whose draft
     probability is smaller; that token is kept. estimate: the drafter should fill in `DraftTree.expected_B`. vocab_size: of the target,
-    where it differs from the drafter's. live_B: rows that have not ended.
+    where it differs from the drafter's. live_B: rows that have not ended. longest: tokens that the longest row was said to have settled
+    (`DraftSession.observe`). graphs: what records passes of fixed shapes, where there is such a thing.
     """
 
     committed: Sequence[Sequence[int]]
@@ -38,6 +40,8 @@ class Round:
     estimate: bool = False
     vocab_size: int | None = None
     live_B: Sequence[bool] | None = None
+    longest: int | None = None
+    graphs: Graphs | None = None
 
     @property
     def needs_full_vocabulary(self) -> bool:
@@ -73,7 +77,9 @@ class DraftSession(Protocol):
     """A drafter's state for one batch.
 
     It may also have `finish(rows)`, called once with (ids, prompt length) of every row when the call has ended well, and `rewind()`,
-    which takes the last proposal back so that it can be made (and timed) again.
+    which takes the last proposal back so that it can be made (and timed) again; and `sound`, True where its trees are known to be what they
+    say: parents first, ids of the target, drafted by their own q, no deeper than the shape. Every other tree is looked through
+    (`accept.accept`), for which the host waits for the device.
     """
 
     def observe(self, states_BNF: Tensor | None, next_BN: Tensor, count_B: Tensor) -> None:

@@ -1,34 +1,34 @@
-"""The speculative generator: propose -> verify -> accept -> commit, until every row has stopped.
+"""The speculative generator: prompts, then rounds (decoding/rounds.py) until every row has stopped.
 
 Plain decoding is the same loop with a draft of nothing, so that every comparison is between equal code. The first token of an
 answer comes from the prompt's own pass and belongs to no round.
 
-Legend: B rows still in the batch, N nodes of the draft tree (root included), K path length, L prompt length, V vocabulary,
-F width of the states that the drafter reads.
+Legend: B rows still in the batch, R those that go on, L prompt length, V vocabulary, F width of the states that the drafter reads.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from spectrain.decoding.accept import Accepted, accept, law_of_rule, resolve_rule
-from spectrain.decoding.drafter import Drafter, DraftSession, Round
-from spectrain.decoding.policies import Adaptive, PolicySession
+from spectrain.decoding.accept import law_of_rule, resolve_rule
+from spectrain.decoding.drafter import Drafter
+from spectrain.decoding.graphs import graphs_for
+from spectrain.decoding.policies import Adaptive
+from spectrain.decoding.prefill import read_prompts
 from spectrain.decoding.processors import Histories, Processing
-from spectrain.decoding.rows import Row, StepRecord, Stream, coins_of, end_ids, root_tokens, rows_of, stop_strings
-from spectrain.decoding.rules import used_nodes
-from spectrain.decoding.sampling import Sampling, probabilities
-from spectrain.decoding.shapes import Chain, Shape, resolve_law, trimmed
+from spectrain.decoding.rounds import Batch, Clock, Run, keep, play_round, root_only, verdict
+from spectrain.decoding.rows import Row, StepRecord, Stream, end_ids, rows_of, stop_strings
+from spectrain.decoding.sampling import Sampling
+from spectrain.decoding.shapes import Chain, Shape, resolve_law
 from spectrain.decoding.stops import FinishReason
-from spectrain.decoding.tree import DraftTree, Law, ancestors
-from spectrain.target.cache import SlabCache
+from spectrain.decoding.tree import Law, ancestors
+from spectrain.planning.batches import FREE, KEEPS
 from spectrain.target.model import Target
-from spectrain.target.passes import Mode, Passes, choose, passes_of
+from spectrain.target.passes import Mode, choose, passes_of
 
 
 @dataclass
@@ -55,34 +55,6 @@ class Result:
     mode: Mode = "eager"
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What stays the same for a whole call. passes: who makes them; the prompt's is made by `rest`."""
-
-    target: Target
-    passes: Passes
-    layer_ids: tuple[int, ...]
-    shape: Shape
-    law: Law
-    rule: str
-    sampling: Sampling
-    stream: Stream | None
-
-
-@dataclass
-class _Batch:
-    """The rows still held in the cache, finished ones included until the next compaction."""
-
-    rows: list[Row]
-    cache: SlabCache
-    session: DraftSession | None
-    policy: PolicySession | None
-    histories: Histories | None
-
-    def active(self, device: torch.device) -> Tensor:
-        return torch.tensor([row.reason is None for row in self.rows], device=device)
-
-
 @torch.inference_mode()
 def generate(
     target: Target, prompts: Sequence[Any], *, drafter: Drafter | None = None, shape: Shape | None = None, policy: Adaptive | None = None,
@@ -90,7 +62,8 @@ def generate(
     repetition_penalty: float = 1.0, frequency_penalty: float = 0.0, presence_penalty: float = 0.0, min_new_tokens: int = 0,
     banned_tokens: Sequence[int] = (), forced_tokens: Mapping[int, int] | None = None, logits_processors: Sequence[Any] = (),
     max_new_tokens: int = 256, stop: Sequence[str] = (), eos: str | int | Iterable[int] | None = "auto", ignore_eos: bool = False,
-    seed: int | Sequence[int] = 0, stream: Stream | None = None, compile: bool | Literal["auto"] = "auto",
+    seed: int | Sequence[int] = 0, batch_size: int | None = None, stream: Stream | None = None,
+    on_row: Callable[[int, RowResult], None] | None = None, compile: bool | Literal["auto"] = "auto",
 ) -> Result:  # fmt: skip
     """Answer prompts (token ids, strings, or chats) with the target, sped up by a drafter; returns `Result`.
 
@@ -99,8 +72,10 @@ def generate(
     own history, for target and draft; then come temperature, top-k, top-p and min-p. forced_tokens: index in the answer -> id.
     shape: `Chain(5)` when a drafter is given without one. policy: `Adaptive(...)` picks depth and budget anew each round. seed: an int
     (row b gets a seed derived from it and b; row 0 the int itself) or one per prompt. stream(row, tokens, text) is called with
-    committed tokens only. compile: how the passes after the prompt's are made (target/passes.py). An answer that would pass the
-    model's length limit ends there with reason "length". Raises ValueError for settings or prompts that cannot work.
+    committed tokens only, on_row(row, result) when a row has ended. batch_size: rows at a time, in plain decoding: the next prompts take
+    the places of rows that have ended (None: all together). compile: how the passes after the prompt's are made (target/passes.py). An
+    answer that would pass the model's length limit ends there with reason "length". Raises ValueError for settings or prompts that cannot
+    work.
 
     A row's answer is the one it gets alone with its seed, up to rounding (float32 passes of other sizes round otherwise) and but for
     policies that look at the batch (decoding/policies.py). A target serves one call at a time: its hooks are not shared by threads.
@@ -113,6 +88,7 @@ def generate(
     )  # fmt: skip
     shape = Chain(5) if shape is None else shape
     _check_parts(target, drafter, shape, policy, processing)
+    _check_batch(batch_size, drafter, processing)
     law, rule = law_and_rule(rule, shape, temperature=temperature, drafter=drafter)
     ends = frozenset() if ignore_eos else end_ids(eos, target)
     rows = rows_of(target, prompts, ends=ends, stop=stop_strings(stop), max_new_tokens=max_new_tokens, seed=seed)
@@ -121,35 +97,43 @@ def generate(
     drafter = drafter if shape.depth else None
     nodes = 1 + shape.budget if drafter else 1
     mode = choose(target, compile, passes=max(row.stop.max_new_tokens for row in rows))
-    passes = passes_of(target, mode, rows=len(rows), nodes=nodes, strict=compile is True)
-    run = _Run(target, passes, drafter.layer_ids if drafter else (), shape, law, rule, sampling, stream)
-    batch = _open(run, rows, drafter, policy, processing, ends)
-    _prefill(run, batch)
-    while _drop_finished(batch):
-        _round(run, batch)
+    size = min(len(rows), batch_size or len(rows))
+    passes = passes_of(target, mode, rows=size, nodes=nodes, strict=compile is True)
+    ended = None if on_row is None else lambda row: on_row(row.index, _result(row))
+    run = Run(target, passes, drafter.layer_ids if drafter else (), shape, law, rule, sampling, stream, ended)
+    batch = _open(run, rows, size, drafter, policy, processing, ends)
+    batch.graphs = graphs_for(target, compile, processors=processing.active)
+    waiting = deque(rows[size:])
+    _prefill(run, batch, range(size))
+    while going := _going(run, batch, waiting):
+        play_round(run, batch)
+        _tell(run, going)
     finish = getattr(batch.session, "finish", None)
     if finish is not None:
         finish([(row.ids, row.prompt_length) for row in rows])
-    results = [
-        RowResult(r.tokens, r.stop.text(r.tokens), r.reason or "length", r.rounds, r.seed, r.prompt_length, r.prefill_seconds) for r in rows
-    ]
-    return Result(rows=results, seconds=time.perf_counter() - started, rule=rule, law=law, mode=passes.mode)
+    made: Mode = "eager" if passes.mode == "graphs" and batch.graphs is None else passes.mode
+    return Result(rows=[_result(row) for row in rows], seconds=time.perf_counter() - started, rule=rule, law=law, mode=made)
+
+
+def _result(row: Row) -> RowResult:
+    text = row.stop.text(row.tokens)
+    return RowResult(row.tokens, text, row.reason or "length", row.rounds, row.seed, row.prompt_length, row.prefill_seconds)
 
 
 def _open(
-    run: _Run, rows: Sequence[Row], drafter: Drafter | None, policy: Adaptive | None, processing: Processing, ends: frozenset[int]
-) -> _Batch:
-    """Cache, sessions and histories for these rows."""
+    run: Run, rows: Sequence[Row], size: int, drafter: Drafter | None, policy: Adaptive | None, processing: Processing, ends: frozenset[int]
+) -> Batch:
+    """Cache, sessions and histories for the first `size` rows; the cache has room for each of them all."""
     target, shape = run.target, run.shape
     # Twice the nodes: a row may end with a whole block accepted and then wait in the batch through further rounds.
     max_length = max(row.prompt_length + row.stop.max_new_tokens for row in rows) + 2 * (1 + shape.budget)
     histories = None
     if processing.active:
         histories = Histories(processing, [row.ids for row in rows], vocab_size=target.vocab_size, eos_ids=ends, device=target.device)
-    return _Batch(
-        rows=list(rows), cache=target.new_cache(len(rows), max_length),
-        session=drafter.start(run.passes.rest, len(rows), max_length + shape.width * shape.depth) if drafter else None,
-        policy=policy.start(shape, len(rows)) if policy and drafter else None, histories=histories,
+    return Batch(
+        rows=list(rows[:size]), cache=target.new_cache(size, max_length),
+        session=drafter.start(run.passes.rest, size, max_length + shape.width * shape.depth) if drafter else None,
+        policy=policy.start(shape, size) if policy and drafter else None, histories=histories,
     )  # fmt: skip
 
 
@@ -171,6 +155,17 @@ def _check_parts(target: Target, drafter: Any, shape: Any, policy: Any, processi
         raise ValueError(f"forced_tokens holds id {unknown[0]}, the tokenizer of {target.name} ends at {target.num_ids - 1}")
 
 
+def _check_batch(batch_size: int | None, drafter: Drafter | None, processing: Processing) -> None:
+    """ValueError for a batch size that is none, or for what cannot begin anew in the middle of a batch."""
+    if batch_size is None:
+        return
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be None or an integer of at least 1, found {batch_size!r}")
+    if drafter is not None or processing.active:
+        found = "penalties, bans or processors" if drafter is None else f"the drafter {type(drafter).__name__}"
+        raise ValueError(f"batch_size={batch_size} is for plain decoding, found {found}; leave it out and give that many prompts a call")
+
+
 def law_and_rule(rule: str, shape: Shape, *, temperature: float, drafter: Drafter | None) -> tuple[Law, str]:
     """The draft law and the verification rule that `auto` stands for; ValueError when they do not fit each other."""
     if drafter is None:  # a root alone fits every rule
@@ -183,135 +178,51 @@ def law_and_rule(rule: str, shape: Shape, *, temperature: float, drafter: Drafte
     return law, resolve_rule(rule, temperature=temperature, law=law, is_chain=shape.is_chain)
 
 
-def _prefill(run: _Run, batch: _Batch) -> None:
-    """One pass over all prompts, aligned right so that the last column is each row's last token; commits the first token."""
-    target, device = run.target, run.target.device
-    clock = _Clock(device)
-    length_B = torch.tensor([row.prompt_length for row in batch.rows], device=device)
-    L = int(length_B.max())
-    pad_B = L - length_B
-    ids_BL = torch.tensor([[0] * (L - row.prompt_length) + row.ids for row in batch.rows], device=device)
+def _prefill(run: Run, batch: Batch, places: Sequence[int]) -> None:
+    """Read the prompts of the batch into these rows of its cache and commit the first token of each answer."""
+    clock = Clock(run.target.device)
+    prompts = [row.ids for row in batch.rows]
     with clock("verify"):
-        positions_BL = batch.cache.stage(L, None if len(batch.rows) == 1 else pad_B)
-        mask = target.prompt_masks(batch.cache, positions_BL)
-        out = run.passes.rest.forward(
-            ids_BL, positions_BN=positions_BL, mask=mask, cache=batch.cache, layer_ids=run.layer_ids, logits_to_keep=1
-        )
-        batch.cache.commit(length_B)
-    root = _root_only(run, batch)
-    first_B = _verdict(run, batch, out.logits_BKV, root, ancestors(root.parents_BN)).next_B
+        logits_BV, states_BLF = read_prompts(run.passes.rest, batch.cache, prompts, places, run.layer_ids)
+    root = root_only(run, batch)
+    first_B = verdict(run, batch, logits_BV[:, None], root, ancestors(root.parents_BN)).next_B
+    first = first_B.tolist()
     if batch.session is not None:
-        left_BL = (torch.arange(L, device=device) + pad_B[:, None]).clamp(max=L - 1)  # to columns that start at 0
-        next_BL = torch.cat([ids_BL, first_B[:, None]], dim=1)[:, 1:].gather(1, left_BL)
+        L = max(map(len, prompts))
+        next_BL = first_B.new_tensor([[*ids[1:], token, *[0] * (L - len(ids))] for ids, token in zip(prompts, first, strict=True)])
         with clock("commit"):
-            batch.session.observe(_picked(out.states_BNF, left_BL), next_BL, length_B)
+            batch.session.observe(states_BLF, next_BL, first_B.new_tensor([len(ids) for ids in prompts]))
     share = sum(clock.seconds.values()) / len(batch.rows)
-    _keep(run, batch, [[token] for token in first_B.tolist()])
+    keep(run, batch, [[token] for token in first])
     for row in batch.rows:
         row.prefill_seconds = share
+    _tell(run, batch.rows)
 
 
-def _round(run: _Run, batch: _Batch) -> None:
-    target, cache, device = run.target, batch.cache, run.target.device
-    clock = _Clock(device)
-    with clock("draft"):
-        tree = _propose(run, batch) or _root_only(run, batch)
-    with clock("verify"):
-        line_BNN = ancestors(tree.parents_BN) if not tree.is_chain else _causal(tree)
-        depth_BN = line_BNN.sum(-1) - 1
-        # Nodes past the model's last position are never kept; some models have no row for them.
-        positions_BN = (cache.lengths_B[:, None] + depth_BN).clamp(max=target.max_length - 1)
-        cache.stage(tree.width)
-        maker = run.passes.of(*tree.tokens_BN.shape)
-        mask = maker.masks(cache, line_BNN)
-        out = maker.forward(tree.tokens_BN, positions_BN=positions_BN, mask=mask, cache=cache, layer_ids=run.layer_ids)
-    with clock("accept"):
-        accepted = _verdict(run, batch, out.logits_BKV, tree, line_BNN)
-    with clock("commit"):
-        longest = int(accepted.length_B.max())  # the columns beyond it are empty in every row
-        path_BK = torch.cat([torch.zeros_like(accepted.next_B)[:, None], accepted.path_BK[:, :longest]], dim=1)
-        count_B = (accepted.length_B + 1) * batch.active(device)
-        cache.commit(count_B, None if tree.is_chain else path_BK)
-        node_BK = path_BK.clamp(min=0)
-        after_BK = tree.tokens_BN.gather(1, node_BK.roll(-1, dims=1)).scatter(1, accepted.length_B[:, None], accepted.next_B[:, None])
-        if batch.session is not None:
-            batch.session.observe(_picked(out.states_BNF, node_BK), after_BK, count_B)
-    deep_B = (depth_BN * used_nodes(tree)).amax(-1)
-    num, deep, length, new = (t.tolist() for t in (tree.num_B, deep_B, accepted.length_B, after_BK))
-    going = [row.reason is None for row in batch.rows]
-    with clock("commit"):
-        kept = _keep(run, batch, [new[b][: length[b] + 1] for b in range(len(new))])
-    share = {phase: s / sum(going) for phase, s in clock.seconds.items()}
-    for b, row in enumerate(batch.rows):
-        if going[b]:
-            row.rounds.append(StepRecord(num[b] - 1, length[b], len(kept[b]), share, depth=deep[b], nodes=tree.width))
-    if batch.policy is not None:
-        batch.policy.observe([n - 1 for n in num], length, deep)
+def _tell(run: Run, rows: Sequence[Row]) -> None:
+    """Hand out those of these rows that have ended; they were going before."""
+    for row in rows:
+        if row.reason is not None and run.ended is not None:
+            run.ended(row)
 
 
-def _propose(run: _Run, batch: _Batch) -> DraftTree | None:
-    """The drafter's tree for this round, as deep as the policy wants it; None for no draft."""
-    if batch.session is None:
-        return None
-    shape: Shape | None = run.shape
-    live = [row.reason is None for row in batch.rows]
-    depths, stop_below = [run.shape.depth] * len(batch.rows), 0.0
-    if batch.policy is not None:
-        plan = batch.policy.plan(live=live)
-        depths, stop_below = plan.depth_B, plan.stop_below
-        shape = trimmed(run.shape, depth=max(depths), budget=plan.budget)
-    if shape is None:
-        return None
-    ask = Round(
-        committed=[row.ids for row in batch.rows], shape=shape, law=run.law, sampling=run.sampling, histories=batch.histories,
-        coins=coins_of(batch.rows, run.target.device), depth_B=depths if batch.policy else None, stop_below=stop_below,
-        vocab_size=run.target.vocab_size, live_B=live,
-    )  # fmt: skip
-    return batch.session.propose(ask)
+def _going(run: Run, batch: Batch, waiting: deque[Row]) -> list[Row]:
+    """The rows of the next round: waiting ones take the places of those that have ended, and what then is no more needed is dropped."""
+    while waiting:
+        free = [b for b, row in enumerate(batch.rows) if row.reason is not None]
+        if len(free) < FREE * len(batch.rows):
+            break
+        places = free[: len(waiting)]
+        for b in places:
+            batch.rows[b] = waiting.popleft()
+        _prefill(run, replace(batch, rows=[batch.rows[b] for b in places]), places)
+    return _drop_finished(batch)
 
 
-def _verdict(run: _Run, batch: _Batch, logits_BNV: Tensor, tree: DraftTree, line_BNN: Tensor) -> Accepted:
-    """What the rule keeps of the tree; p goes through every transform, ids that the tokenizer does not know have no chance."""
-    V, num_ids = logits_BNV.shape[-1], run.target.num_ids
-    if num_ids < V:
-        logits_BNV = logits_BNV.masked_fill(torch.arange(V, device=logits_BNV.device) >= num_ids, float("-inf"))
-    if bool(logits_BNV.amax(-1).isnan().any()):
-        raise ValueError(f"{run.target.name} gives NaN for a logit; try dtype='float32', or look at the weights")
-    if batch.histories is not None:
-        needed_BN = used_nodes(tree) & batch.active(logits_BNV.device)[:, None]
-        logits_BNV = batch.histories.apply(logits_BNV, tree.tokens_BN, line_BNN, needed_BX=needed_BN)
-    return accept(probabilities(logits_BNV, run.sampling), tree, run.rule, coins_of(batch.rows, logits_BNV.device))
-
-
-def _picked(states_BNF: Tensor | None, at_BK: Tensor) -> Tensor | None:
-    """The states [B, K, F] at the given columns of each row."""
-    return None if states_BNF is None else states_BNF.gather(1, at_BK[..., None].expand(-1, -1, states_BNF.shape[-1]))
-
-
-def _root_only(run: _Run, batch: _Batch) -> DraftTree:
-    """The draft of nothing: each row's last committed token. It carries the call's law, so that the rule draws as in any other round."""
-    tokens_B1 = root_tokens(batch.rows, run.target.device)
-    q_B1V = None if run.law == "point_mass" else torch.zeros(*tokens_B1.shape, run.target.vocab_size, device=tokens_B1.device)
-    return DraftTree.chain(tokens_B1, torch.ones_like(tokens_B1[:, 0]), run.law, q_B1V)
-
-
-def _causal(tree: DraftTree) -> Tensor:
-    N = tree.width
-    return torch.ones(N, N, dtype=torch.bool, device=tree.tokens_BN.device).tril().expand(len(tree.tokens_BN), N, N)
-
-
-def _keep(run: _Run, batch: _Batch, new: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Commit each unfinished row's new tokens up to a stop; returns what was kept."""
-    kept = [row.keep(tokens, run.stream) if row.reason is None else [] for row, tokens in zip(batch.rows, new, strict=True)]
-    if batch.histories is not None:
-        batch.histories.commit(kept)
-    return kept
-
-
-def _drop_finished(batch: _Batch) -> bool:
-    """Take finished rows out of the batch once they are a quarter of it; False when nothing is left to do."""
+def _drop_finished(batch: Batch) -> list[Row]:
+    """Take finished rows out of the batch once only so many go on; returns the others."""
     going = [b for b, row in enumerate(batch.rows) if row.reason is None]
-    if going and len(going) <= 0.75 * len(batch.rows):
+    if going and len(going) <= KEEPS * len(batch.rows):
         rows_R = torch.tensor(going, device=batch.cache.lengths_B.device)
         batch.cache.select(rows_R)
         if batch.session is not None:
@@ -319,25 +230,7 @@ def _drop_finished(batch: _Batch) -> bool:
         for part in (batch.policy, batch.histories):
             if part is not None:
                 part.select(going)
+        if batch.graphs is not None:
+            batch.graphs.forget()
         batch.rows = [batch.rows[b] for b in going]
-    return bool(going)
-
-
-class _Clock:
-    """Seconds by phase; on CUDA it waits for the device at each border."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds: dict[str, float] = {}
-        self._device = device
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        self._wait()
-        begin = time.perf_counter()
-        yield
-        self._wait()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+    return [row for row in batch.rows if row.reason is None]

@@ -32,7 +32,7 @@ class StepRecord:
 
 @dataclass
 class Row:
-    """A row at work: `ids` are the prompt and the committed tokens."""
+    """A row at work: `ids` are the prompt and the committed tokens. settled: entries of the cache, all that were accepted."""
 
     index: int
     ids: list[int]
@@ -43,6 +43,10 @@ class Row:
     rounds: list[StepRecord] = field(default_factory=list)
     reason: FinishReason | None = None
     prefill_seconds: float = 0.0
+    settled: int = 0
+
+    def __post_init__(self) -> None:
+        self.settled = self.prompt_length
 
     @property
     def tokens(self) -> list[int]:

@@ -57,23 +57,28 @@ class DraftTree:
 
 def depths(parents_BN: Tensor) -> Tensor:
     """Depth [B, N] of each node, 0 at the root."""
-    depth_BN, above_BN = torch.zeros_like(parents_BN), parents_BN
-    while bool((above_BN >= 0).any()):  # once a level
-        depth_BN = depth_BN + (above_BN >= 0)
-        above_BN = torch.where(above_BN >= 0, parents_BN.gather(1, above_BN.clamp(min=0)), -1)
+    depth_BN, above_BN = (parents_BN >= 0).long(), parents_BN.clamp(min=0)
+    for _ in range(doublings(parents_BN)):
+        depth_BN = depth_BN + depth_BN.gather(1, above_BN)
+        above_BN = above_BN.gather(1, above_BN)
     return depth_BN
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
     """Boolean [B, N, N]: entry (n, m) says that m is n itself or one of its ancestors."""
     B, N = parents_BN.shape
-    row_B = torch.arange(B, device=parents_BN.device)
-    lines = [torch.eye(N, dtype=torch.bool, device=parents_BN.device)[0].expand(B, N)]
-    for n in range(1, N):
-        inherited_BN = torch.stack(lines, dim=1)[row_B, parents_BN[:, n].clamp(max=n - 1)]
-        own_N = torch.arange(N, device=parents_BN.device) == n
-        lines.append(inherited_BN | own_N)
-    return torch.stack(lines, dim=1)
+    node_N = torch.arange(N, device=parents_BN.device)
+    above_BN = torch.minimum(parents_BN, node_N - 1).clamp(min=0)  # trees of users are checked later
+    line_BNN = torch.eye(N, dtype=torch.bool, device=parents_BN.device).expand(B, N, N)
+    for _ in range(doublings(parents_BN)):
+        line_BNN = line_BNN | line_BNN.gather(1, above_BN[..., None].expand(B, N, N))
+        above_BN = above_BN.gather(1, above_BN)
+    return line_BNN
+
+
+def doublings(parents_BN: Tensor) -> int:
+    """How often to double the levels above a node that were looked at until all were, known without a look at the tree."""
+    return (parents_BN.shape[1] - 1).bit_length()
 
 
 def extended(line_BMM: Tensor, parents_BN: Tensor) -> Tensor:
@@ -95,11 +100,10 @@ def drop_nodes(tokens_BN: Tensor, parents_BN: Tensor, keep_BN: Tensor) -> tuple[
     node_N = torch.arange(N, device=tokens_BN.device)
     above_BN = parents_BN.clamp(min=0)
     keep_BN = keep_BN | (node_N == 0)
-    while True:  # once a level, at most
-        held_BN = keep_BN & keep_BN.gather(1, above_BN)
-        if bool((held_BN == keep_BN).all()):
-            break
-        keep_BN = held_BN
+    higher_BN = above_BN
+    for _ in range(doublings(parents_BN)):
+        keep_BN = keep_BN & keep_BN.gather(1, higher_BN)
+        higher_BN = higher_BN.gather(1, higher_BN)
     num_B = keep_BN.sum(-1)
     kept_BN = torch.argsort(~keep_BN, dim=-1, stable=True)
     number_BN = keep_BN.long().cumsum(-1) - 1  # new number of each kept node

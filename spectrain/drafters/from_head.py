@@ -3,10 +3,12 @@
 The head's cache holds the rows of settled tokens made from the target's own states; drafts are staged behind them and dropped
 when the next settled tokens are read. These wait until a draft is asked for: rounds without one do not pay for the head.
 
+Where passes are recorded (decoding/graphs.py), `begin` and each `extend` are one: the cache's numbers on the host are set outside of them.
+
 Legend: B rows, N nodes, M settled tokens of several rounds, F width of the states read, V vocabulary of the head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Round
+from spectrain.decoding.graphs import Graphs, Pass
 from spectrain.decoding.shapes import trimmed
 from spectrain.decoding.tree import DraftTree
-from spectrain.drafters.grow import grow
+from spectrain.drafters.grow import Layouts, grow
 from spectrain.heads.base import DraftState, check_head
 from spectrain.target.cache import SlabCache
 from spectrain.target.lean import is_packed, kept
@@ -67,11 +70,15 @@ class HeadDrafter:
 
 
 class _HeadSession:
+    sound = True
+
     def __init__(self, head: Any, embed_VW: Tensor, cache: SlabCache) -> None:
         self._head, self._embed_VW, self._cache = head, embed_VW, cache
         self._state: DraftState | None = None
         self._logits_BV = torch.empty(0)
         self._waiting: list[Settled] = []
+        self._layouts: Layouts = {}
+        self._staged: dict[Hashable, int] = {}  # nodes in the cache after a level
 
     def observe(self, states_BNF: Tensor | None, next_BN: Tensor, count_B: Tensor) -> None:
         assert states_BNF is not None
@@ -81,11 +88,42 @@ class _HeadSession:
         if next_BN.shape[1] > LATER:
             self._settle()
 
-    def _settle(self) -> None:
+    def _settle(self, graphs: Graphs | None = None) -> None:
         """Let the head read what waits."""
-        if self._waiting:
-            settled, self._waiting = joined(self._waiting), []
-            self._logits_BV, self._state = self._head.begin(*settled, self._embed_VW, self._cache, self._state)
+        if not self._waiting:
+            return
+        settled, self._waiting = joined(self._waiting), []
+        cache, before = self._cache, () if self._state is None else (self._state.hidden_BMH[:, :1], self._state.ancestors_BMM[:, :1, :1])
+
+        def begin(states_BNF: Tensor, next_BN: Tensor, count_B: Tensor, lengths_B: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+            with cache.at(lengths_B):
+                earlier = DraftState(state[0], state[1]) if state else None
+                logits_BV, new = self._head.begin(states_BNF, next_BN, count_B, self._embed_VW, cache, earlier)
+                return logits_BV, new.hidden_BMH, new.ancestors_BMM, cache.lengths_B
+
+        found = _called(graphs, "begin", id(self), begin, *settled, cache.lengths_B, *before)
+        self._logits_BV, hidden_B1H, root_B11, cache.lengths_B = (t.clone() for t in found) if graphs else found
+        self._state = DraftState(hidden_B1H, root_B11)
+        cache.discard()
+
+    def _extended(self, graphs: Graphs | None, state: DraftState, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[Tensor, DraftState]:
+        """Nodes of one more level, `state.level`."""
+        cache, level, staged = self._cache, state.level, self._cache.staged
+        key = id(self), level, staged, tokens_BN.shape[1]
+        assert level is not None
+
+        def extend(hidden_BMH: Tensor, line_BMM: Tensor, tokens_BN: Tensor, parents_BN: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
+            cache.staged = staged
+            with cache.at(lengths_B):
+                given = DraftState(hidden_BMH, line_BMM, level)
+                logits_BNV, new = self._head.extend(given, tokens_BN, parents_BN, self._embed_VW, cache)
+            self._staged[key] = cache.staged
+            return logits_BNV, new.hidden_BMH, new.ancestors_BMM
+
+        given = state.hidden_BMH, state.ancestors_BMM, tokens_BN, parents_BN, cache.lengths_B
+        logits_BNV, hidden_BMH, line_BMM = _called(graphs, "extend", key, extend, *given)
+        cache.staged = self._staged[key]
+        return logits_BNV, DraftState(hidden_BMH, line_BMM, level + 1)
 
     def select(self, rows_R: Tensor) -> None:
         self._cache.select(rows_R)
@@ -99,18 +137,27 @@ class _HeadSession:
         self._cache.discard()
 
     def propose(self, round: Round) -> DraftTree | None:
-        self._settle()
-        state, shape = self._state, trimmed(round.shape, depth=self._head.max_depth)  # a hybrid asks for what another part can draft
+        shape = trimmed(round.shape, depth=self._head.max_depth)  # a hybrid asks for what another part can draft
         if shape is None:
             return None
+        root_B1 = round.root(self._cache.lengths_B.device)
+        self._cache.fixed = round.graphs is not None
+        self._settle(round.graphs)
+        if round.longest is not None:
+            self._cache.bound(round.longest)
+        assert self._state is not None
+        state = replace(self._state, level=1)
 
         def extend(tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
             nonlocal state
-            assert state is not None
-            logits_BNV, state = self._head.extend(state, tokens_BN, parents_BN, self._embed_VW, self._cache)
-            return logits_BNV  # type: ignore[no-any-return]
+            logits_BNV, state = self._extended(round.graphs, state, tokens_BN, parents_BN)
+            return logits_BNV
 
-        return grow(replace(round, shape=shape), round.root(self._logits_BV.device), self._logits_BV, extend, self._head.target_ids)
+        return grow(replace(round, shape=shape), root_B1, self._logits_BV, extend, self._head.target_ids, self._layouts)
+
+
+def _called(graphs: Graphs | None, name: str, key: Hashable, function: Pass, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return function(*inputs) if graphs is None else graphs.call(name, key, function, *inputs)
 
 
 def joined(rounds: Sequence[Settled]) -> Settled:
@@ -120,5 +167,7 @@ def joined(rounds: Sequence[Settled]) -> Settled:
     states_BMF, next_BM = (torch.cat([settled[i] for settled in rounds], dim=1) for i in (0, 1))
     counts_BM = torch.cat([torch.arange(n.shape[1], device=n.device) < count_B[:, None] for _, n, count_B in rounds], dim=1)
     count_B = counts_BM.sum(1)
-    order_BM = (~counts_BM).long().argsort(dim=1, stable=True)[:, : max(1, int(count_B.max()))]
+    order_BM = (~counts_BM).long().argsort(dim=1, stable=True)
+    if order_BM.device.type == "cpu":  # a device is not asked for the longest row, and reads some columns of nothing
+        order_BM = order_BM[:, : max(1, int(count_B.max()))]
     return states_BMF.gather(1, order_BM[..., None].expand(-1, -1, states_BMF.shape[2])), next_BM.gather(1, order_BM), count_B

@@ -3,11 +3,16 @@
 A chain is the static tree with one path. `point_mass` takes the most likely tokens; `iid` and `without_replacement` draw them from
 the drafter's law after every transform and keep that law as q.
 
-Legend: B rows, N nodes of the draft (root included), X laws, W children, T = top_k, C candidates, V vocabulary, Vd draft vocabulary.
+Everything stays on the device. What a form of drafts is made of is brought there once (`Layout`): a copy from the host in the middle of a
+draft would wait for all that the device was given before.
+
+Legend: B rows, N nodes of the draft (root included), X laws, W children, Y nodes of one level, T = top_k, C candidates, V vocabulary,
+Vd draft vocabulary.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -15,23 +20,29 @@ from torch import Tensor
 
 from spectrain.decoding.drafter import Round
 from spectrain.decoding.sampling import draw_children
-from spectrain.decoding.shapes import Chain, DynamicTree, StaticTree, keep_best
+from spectrain.decoding.shapes import Chain, DynamicTree, Shape, StaticTree, keep_best
 from spectrain.decoding.tree import DraftTree, ancestors, drop_nodes, extended
 
 Extend = Callable[[Tensor, Tensor], Tensor]
 
 
-def grow(round: Round, root_B1: Tensor, logits_BV: Tensor, extend: Extend, target_ids: Tensor | None) -> DraftTree:
+def grow(
+    round: Round, root_B1: Tensor, logits_BV: Tensor, extend: Extend, target_ids: Tensor | None, layouts: "Layouts | None" = None
+) -> DraftTree:
     """A draft below the root.
 
     logits_BV: after the root. extend(tokens_BN, parents_BN) -> logits [B, N, V] adds nodes below earlier nodes (0 is the root, the
-    others in the order in which they were added). target_ids: the token of each draft id, None when they are the same.
+    others in the order in which they were added), at each call those of one depth, from 1 on. target_ids: the token of each draft id,
+    None when they are the same. layouts: what earlier rounds on this device left behind.
     """
     ids = torch.arange(logits_BV.shape[-1], device=logits_BV.device) if target_ids is None else target_ids
     vocabulary = _Vocabulary(round, ids, same_ids=target_ids is None)
     if isinstance(round.shape, DynamicTree):
         return _dynamic(round, round.shape, root_B1, logits_BV, extend, vocabulary)
-    return _static(round, round.shape, root_B1, logits_BV, extend, vocabulary)
+    layouts = {} if layouts is None else layouts
+    if round.shape not in layouts:
+        layouts[round.shape] = _layout(round.shape, root_B1.device)
+    return _static(round, layouts[round.shape], root_B1, logits_BV, extend, vocabulary)
 
 
 class _Vocabulary:
@@ -58,20 +69,21 @@ class _Vocabulary:
 class _Draft:
     """The draft under construction; node numbers are those of the shape."""
 
-    def __init__(self, round: Round, parents: list[int], root_B1: Tensor, vocabulary: _Vocabulary) -> None:
-        B, N, device = len(root_B1), len(parents), root_B1.device
+    def __init__(self, round: Round, layout: "Layout", root_B1: Tensor, vocabulary: _Vocabulary) -> None:
+        B, N, device = len(root_B1), len(layout.parents_N), root_B1.device
         self.round, self.vocabulary = round, vocabulary
-        self.parents_BN = torch.tensor(parents, device=device).expand(B, N)
-        self.ancestors_BNN = ancestors(self.parents_BN)
+        self.parents_BN = layout.parents_N.expand(B, N)
+        self.ancestors_BNN = layout.ancestors_NN.expand(B, N, N)
         self.tokens_BN = root_B1.repeat(1, N)
-        depth_BN = self.ancestors_BNN.sum(-1) - 1
-        self.keep_BN = depth_BN <= torch.tensor(round.limits(), device=device)[:, None]
+        self.keep_BN = torch.ones(B, N, dtype=torch.bool, device=device)
+        if round.depth_B is not None:
+            depth_N = layout.ancestors_NN.sum(-1) - 1
+            self.keep_BN = depth_N <= torch.tensor(round.limits(), device=device)[:, None]
         self.chance_BN = torch.ones(B, N, device=device)  # of the path to each node, by the drafter
         self.q_BNV: Tensor | None = None
 
-    def choose(self, logits_BXV: Tensor, parents: list[int], width: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def choose(self, logits_BXV: Tensor, at_X: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens [B, X, W] of the children of some nodes, whether each exists, and its chance where somebody asks for it."""
-        at_X = torch.tensor(parents, device=logits_BXV.device)
         logits_BXV = self.vocabulary.logits(logits_BXV)
         path_BXN = self.ancestors_BNN[:, at_X]
         wants_chance = self.round.estimate or self.round.stop_below > 0
@@ -88,22 +100,20 @@ class _Draft:
         tokens_BXW, alive_BXW = draw_children(q_BXV, at_X.expand(len(q_BXV), -1), width, self.round.law, self.round.coins)
         return tokens_BXW, alive_BXW, q_BXV.gather(-1, tokens_BXW) if wants_chance else None
 
-    def place(
-        self, nodes: list[int], column: list[int], rank: list[int], tokens_BXW: Tensor, alive_BXW: Tensor, chance_BXW: Tensor | None
-    ) -> None:
-        """Write what `choose` found to the nodes: node i is the child of rank `rank[i]` below the parent in column `column[i]`."""
+    def place(self, level: "Level", tokens_BXW: Tensor, alive_BXW: Tensor, chance_BXW: Tensor | None) -> None:
+        """Write what `choose` found to the nodes of a level."""
         W = tokens_BXW.shape[-1]
-        within_N = torch.tensor([r < W for r in rank], device=tokens_BXW.device)  # a small vocabulary has no further children
-        rank = [min(r, W - 1) for r in rank]
-        parents_BN = self.parents_BN[:, nodes]
-        self.tokens_BN[:, nodes] = tokens_BXW[:, column, rank]
-        self.keep_BN[:, nodes] &= alive_BXW[:, column, rank] & within_N & self.keep_BN.gather(1, parents_BN)
+        nodes_Y, column_Y, rank_Y = level.nodes_Y, level.column_Y, level.rank_Y.clamp(max=W - 1)
+        parents_BY = self.parents_BN[:, nodes_Y]
+        self.tokens_BN[:, nodes_Y] = tokens_BXW[:, column_Y, rank_Y]
+        within_Y = level.rank_Y < W  # a small vocabulary has no further children
+        self.keep_BN[:, nodes_Y] &= alive_BXW[:, column_Y, rank_Y] & within_Y & self.keep_BN.gather(1, parents_BY)
         if chance_BXW is not None:
-            own_BN = chance_BXW[:, column, rank]
-            self.chance_BN[:, nodes] = own_BN * self.chance_BN.gather(1, parents_BN)
+            own_BY = chance_BXW[:, column_Y, rank_Y]
+            self.chance_BN[:, nodes_Y] = own_BY * self.chance_BN.gather(1, parents_BY)
             if self.round.stop_below > 0:  # below a token in doubt nothing is drafted; the token itself is kept
-                below_BN = self.ancestors_BNN[:, :, nodes].float() @ (own_BN < self.round.stop_below).float()[..., None]
-                own_N = torch.zeros_like(self.keep_BN[0]).index_fill(0, torch.tensor(nodes, device=own_BN.device), True)
+                below_BN = self.ancestors_BNN[:, :, nodes_Y].float() @ (own_BY < self.round.stop_below).float()[..., None]
+                own_N = torch.zeros_like(self.keep_BN[0]).index_fill(0, nodes_Y, True)
                 self.keep_BN &= (below_BN[..., 0] == 0) | own_N
 
     def tree(self, *, is_chain: bool) -> DraftTree:
@@ -117,40 +127,63 @@ class _Draft:
         return DraftTree(tokens_BN, parents_BN, num_B, law, q_BNV, expected_B=expected_B)
 
 
-class _Layout(NamedTuple):
-    """A form known before drafting. parents, ranks: by node; levels: the nodes of each depth from 1 on."""
+class Level(NamedTuple):
+    """The nodes of one depth. column_Y: place of each node's parent among those that the level above expands; rank_Y: of the node below
+    its parent; width: the largest rank + 1. inner_X: nodes that are expanded next; above_X: their parents' numbers among added nodes."""
 
-    parents: list[int]
-    ranks: list[int]
-    levels: list[list[int]]
+    nodes_Y: Tensor
+    column_Y: Tensor
+    rank_Y: Tensor
+    width: int
+    inner_X: Tensor
+    above_X: Tensor
 
 
-def _layout(shape: Chain | StaticTree) -> _Layout:
+class Layout(NamedTuple):
+    """A form known before drafting, on the device: parents and ancestors by node, and the levels from depth 1 on."""
+
+    parents_N: Tensor
+    ancestors_NN: Tensor
+    levels: list[Level]
+    is_chain: bool
+
+
+Layouts = dict[Shape, Layout]
+
+
+def _layout(shape: Chain | StaticTree, device: torch.device) -> Layout:
+    """The layout of a shape."""
     if isinstance(shape, StaticTree):
-        return _Layout(list(shape.parents), list(shape.ranks), [list(level) for level in shape.levels[1:]])
-    return _Layout(list(range(-1, shape.depth)), [-1] + [0] * shape.depth, [[n] for n in range(1, 1 + shape.depth)])
-
-
-def _static(
-    round: Round, shape: Chain | StaticTree, root_B1: Tensor, logits_BV: Tensor, extend: Extend, vocabulary: _Vocabulary
-) -> DraftTree:
-    """A tree whose form is known before: children are the ranks, or the draws, of their parent's law."""
-    parents, ranks, levels = _layout(shape)
-    draft = _Draft(round, parents, root_B1, vocabulary)
+        parents, ranks, depths = list(shape.parents), list(shape.ranks), [list(level) for level in shape.levels[1:]]
+    else:
+        parents, ranks = list(range(-1, shape.depth)), [-1] + [0] * shape.depth
+        depths = [[n] for n in range(1, 1 + shape.depth)]
     added = {0: 0}  # node -> its number among the nodes that `extend` was given
-    inner, logits_BXV = [0], logits_BV[:, None]
-    for d, nodes in enumerate(levels):
-        column = [inner.index(parents[n]) for n in nodes]
-        rank = [ranks[n] for n in nodes]
-        draft.place(nodes, column, rank, *draft.choose(logits_BXV, inner, max(rank) + 1))
-        if d + 1 == len(levels) or (round.stop_below > 0 and not bool(draft.keep_BN[:, levels[d + 1]].any())):
+    inner, levels = [0], []
+    for d, nodes in enumerate(depths):
+        column, rank = [inner.index(parents[n]) for n in nodes], [ranks[n] for n in nodes]
+        inner = sorted({parents[n] for n in depths[d + 1]}) if d + 1 < len(depths) else []
+        above = [added[parents[n]] for n in inner]
+        added |= {n: len(added) + i for i, n in enumerate(inner)}
+        on_device = (torch.tensor(numbers, dtype=torch.long, device=device) for numbers in (nodes, column, rank, inner, above))
+        nodes_Y, column_Y, rank_Y, inner_X, above_X = on_device
+        levels.append(Level(nodes_Y, column_Y, rank_Y, max(rank) + 1, inner_X, above_X))
+    parents_N = torch.tensor(parents, device=device)
+    return Layout(parents_N, ancestors(parents_N[None])[0], levels, shape.is_chain)
+
+
+def _static(round: Round, layout: Layout, root_B1: Tensor, logits_BV: Tensor, extend: Extend, vocabulary: _Vocabulary) -> DraftTree:
+    """A tree whose form is known before: children are the ranks, or the draws, of their parent's law."""
+    draft = _Draft(round, layout, root_B1, vocabulary)
+    inner_X, logits_BXV = torch.zeros_like(layout.parents_N[:1]), logits_BV[:, None]
+    for level, below in zip_longest(layout.levels, layout.levels[1:]):
+        draft.place(level, *draft.choose(logits_BXV, inner_X, level.width))
+        # Only a policy that ends drafts in doubt makes the host wait: it saves the passes that would follow.
+        if below is None or (round.stop_below > 0 and not bool(draft.keep_BN[:, below.nodes_Y].any())):
             break
-        inner = sorted({parents[n] for n in levels[d + 1]})
-        above_BN = torch.tensor([added[parents[n]] for n in inner], device=root_B1.device).expand(len(root_B1), -1)
-        logits_BXV = extend(draft.tokens_BN[:, inner], above_BN)
-        for n in inner:
-            added[n] = len(added)
-    return draft.tree(is_chain=shape.is_chain)
+        inner_X = level.inner_X
+        logits_BXV = extend(draft.tokens_BN[:, inner_X], level.above_X.expand(len(root_B1), -1))
+    return draft.tree(is_chain=layout.is_chain)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from spectrain.decoding.drafter import Round
 from spectrain.decoding.shapes import Shape
 from spectrain.decoding.tree import DraftTree, ancestors, extended
-from spectrain.drafters.grow import grow
+from spectrain.drafters.grow import Layouts, grow
 from spectrain.drafters.packing import walk
 from spectrain.target.lean import is_packed
 from spectrain.target.model import Target
@@ -112,12 +112,15 @@ def _difference(target: Target, small: Target) -> str:
 class _SmallSession:
     """Texts and cache of one batch. texts: the committed text by row in the small model's ids; held: how much of it the cache holds."""
 
+    sound = True
+
     def __init__(self, small: Target, words: _Words, rows: int, *, slots: int) -> None:
         self._small, self._words = small, words
         self._cache = small.new_cache(rows, slots)
         self._texts: list[list[int]] = [[] for _ in range(rows)]
         self._read, self._held = [0] * rows, [0] * rows  # committed tokens that are in the texts, ids that are in the cache
         self._logits_BV = torch.zeros(rows, len(words.small_of_V), device=small.device)
+        self._layouts: Layouts = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -156,7 +159,7 @@ class _SmallSession:
         self._make_room(max(goals), round.shape)
         self._catch_up(goals)
         ask = replace(round, depth_B=[max(0, n) for n in limits])
-        return grow(ask, round.root(self._small.device), self._logits_BV, self._extend, None)
+        return grow(ask, round.root(self._small.device), self._logits_BV, self._extend, None, self._layouts)
 
     def _settle(self, goals: Sequence[int]) -> None:
         """Commit the staged drafts that became text where they stand; drop the others. A row's last token is always run again: the
@@ -181,6 +184,7 @@ class _SmallSession:
         self._cache = self._small.new_cache(len(self._texts), max(needed, 2 * old.max_length))
         for new, copied in zip(self._cache.keys + self._cache.values, old.keys + old.values, strict=True):
             new[:, :, :held] = copied[:, :, :held]
+        self._cache.stage(held)
         self._cache.commit(old.lengths_B)
 
     def _catch_up(self, goals: Sequence[int]) -> None:

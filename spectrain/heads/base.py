@@ -57,11 +57,13 @@ class KeyValueCache(Protocol):
 class DraftState:
     """Nodes of the current draft, the root first: their features and the ancestor relation among them.
 
-    hidden_BMH: feature that a child of each node reads. ancestors_BMM: entry (n, m) = m is n or an ancestor of n.
+    hidden_BMH: feature that a child of each node reads. ancestors_BMM: entry (n, m) = m is n or an ancestor of n. level: depth of all nodes
+    that are added next, where the host knows it.
     """
 
     hidden_BMH: Tensor
     ancestors_BMM: Tensor
+    level: int | None = None
 
     def line(self, parents_BN: Tensor) -> Tensor:
         """Boolean [B, N, M + N] of N nodes to be added below nodes of the draft: what each sees, itself and its ancestors."""

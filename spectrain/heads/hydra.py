@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.heads.base import DraftState, KeyValueCache, StepOutput, TrainingBatch
-from spectrain.heads.layers import SHARE, ResidualBlock, RMSNorm, caller, narrow, newest
+from spectrain.heads.layers import SHARE, ResidualBlock, RMSNorm, caller, depths, narrow, newest
 from spectrain.heads.places import Places
 from spectrain.heads.unrolled import PROJECTIONS, DecoderConfig, DecoderLayer, Entry, Parts, UnrolledHead
 
@@ -46,7 +46,7 @@ class Hydra(UnrolledHead):
     """All heads of a target together."""
 
     Config = HydraConfig
-    settings = frozenset({"init_layer", "num_heads", "num_layers", "original", "prefix", "sliding_window"})
+    settings = frozenset({"init_layer", "init_output", "num_heads", "num_layers", "original", "prefix", "sliding_window"})
     heads: Any
     lm_head: Any
 
@@ -178,11 +178,10 @@ class Hydra(UnrolledHead):
         x_BNKH = state.hidden_BMH[row_B1, parents_BN].unflatten(-1, (-1, self.config.hidden_size))
         e_BN1H = self._embed(tokens_BN, embed_VW)[:, :, None]
         x_BNY = x_BNKH.scatter(2, (depth_BN + 1)[..., None, None].expand_as(e_BN1H), e_BN1H).flatten(2)
-        return self._logits(depth_BN, x_BNY), state.grown(x_BNY, line_BNM)
+        return self._logits(depth_BN, x_BNY, *depths(state.level, line_BNM)), state.grown(x_BNY, line_BNM)
 
-    def _logits(self, depth_BN: Tensor, x_BNY: Tensor) -> Tensor:
-        """Those of the head of each node's depth."""
-        low, high = (int(depth) for depth in depth_BN.aminmax())
+    def _logits(self, depth_BN: Tensor, x_BNY: Tensor, low: int, high: int) -> Tensor:
+        """Those of the head of each node's depth, which lies between `low` and `high`."""
         if low == high:
             return self.lm_head[low](self._hidden(low, x_BNY))  # type: ignore[no-any-return]
         logits_BNV = x_BNY.new_empty(*depth_BN.shape, self.config.draft_vocab_size)

@@ -1,6 +1,6 @@
 """Parts that heads share: norm, rotary positions, gated MLP, residual block. Names of the parameters are those of published checkpoints.
 
-Legend: B rows, N positions, X any of these, H heads (of a block: its width), D head size.
+Legend: B rows, N positions, M nodes of a draft, X any of these, H heads (of a block: its width), D head size.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +19,12 @@ SHARE = 0.25
 
 def narrow(x: Tensor) -> Tensor:
     """Under autocast, x in the type of its products: cast once for all that read it, where each product would cast it again."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype == torch.float32 else x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if autocast(x) and x.dtype == torch.float32 else x
+
+
+def autocast(x: Tensor) -> bool:
+    """Whether products of x are made in another type; on the device `meta` never."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 class RMSNorm(nn.Module):
@@ -83,6 +87,14 @@ def newest(x_BNH: Tensor, count_B: Tensor, before_B1H: Tensor | None) -> Tensor:
     return found_B1H if before_B1H is None else torch.where((count_B > 0)[:, None, None], found_B1H, before_B1H)
 
 
+def depths(level: int | None, line_BNM: Tensor) -> tuple[int, int]:
+    """The lowest and the highest depth of nodes, by their `line` (heads/base.py); the host reads them only without a known `level`."""
+    if level is not None:
+        return level, level
+    low, high = (line_BNM.sum(-1) - 1).aminmax()
+    return int(low), int(high)
+
+
 def rotary_settings(config: Any) -> dict[str, Any]:
     """Rotary settings of a model's or a head's config (an object or a mapping), whatever the field layout: `rope_parameters` of
     transformers 5, or `rope_theta` and `rope_scaling` (whose type was called `type`) of earlier ones.
@@ -141,4 +153,4 @@ def rotate(x_XHD: Tensor, cos_XD: Tensor, sin_XD: Tensor) -> Tensor:
     first, second = x_XHD.chunk(2, dim=-1)
     cos, sin = (table_XD.chunk(2, dim=-1)[0].unsqueeze(-2) for table_XD in (cos_XD, sin_XD))
     turned_XHD = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned_XHD if torch.is_autocast_enabled(x_XHD.device.type) else turned_XHD.to(x_XHD.dtype)
+    return turned_XHD if autocast(x_XHD) else turned_XHD.to(x_XHD.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spectrain.config import Stage
 from spectrain.heads.base import DraftState, HeadModule, KeyValueCache, StepOutput, TrainingBatch
-from spectrain.heads.layers import SHARE, ResidualBlock, caller, newest
+from spectrain.heads.layers import SHARE, ResidualBlock, caller, depths, newest
 
 
 class MedusaConfig(Stage):
@@ -103,7 +103,7 @@ class Medusa(HeadModule):
         line_BNM = state.line(parents_BN)
         depth_BN = line_BNM.sum(-1) - 1
         x_B1W = state.hidden_BMH[:, :1]
-        low, high = (int(depth) for depth in depth_BN.aminmax())
+        low, high = depths(state.level, line_BNM)
         logits_BDV = torch.cat([self._logits(k, x_B1W) for k in range(low, high + 1)], dim=1)
         at_BNV = (depth_BN - low)[..., None].expand(-1, -1, logits_BDV.shape[-1])
         logits_BNV = logits_BDV.expand(-1, tokens_BN.shape[1], -1) if low == high else logits_BDV.gather(1, at_BNV)

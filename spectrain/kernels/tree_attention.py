@@ -144,14 +144,16 @@ def way_of(attention: Backend, device: torch.device) -> Attention:
     if attention not in ("auto", "torch", "triton"):
         raise ValueError(f"attention {attention!r} is unknown; choose auto, torch or triton")
     way: Attention = "triton" if chosen(attention, device) == "triton" else "torch"
-    if way == "torch" or device.type == "cuda":
+    if way == "torch":
         return way
-    if find_spec("triton") is not None:
+    if find_spec("triton") is None:
+        raise ValueError("attention 'triton' needs the package triton, which is not installed: pip install triton, or attention='torch'")
+    if device.type != "cuda":
         import triton
 
-        if triton.knobs.runtime.interpret:
-            return way
-    raise ValueError(f"attention 'triton' needs a CUDA device, found {device.type}; use attention='auto' or 'torch'")
+        if not triton.knobs.runtime.interpret:
+            raise ValueError(f"attention 'triton' needs a CUDA device, found {device.type}; use attention='auto' or 'torch'")
+    return way
 
 
 def register(attention: Attention = "torch") -> str:

@@ -4,16 +4,31 @@ New entries are *staged* behind the committed ones, seen by attention through a 
 gathered to the end of the committed part; for a chain only the length moves. Nothing has to be rolled back: what is not
 committed is overwritten.
 
+The host knows how long the longest row is: on a CPU it looks, on a device it would have to wait, and adds up what rows can have grown
+by until it is told better (`bound`).
+
 Legend: B rows, G key/value heads, N staged nodes of one pass, M all staged nodes, S slots, D head size, K path length,
 X = 2 * layers slabs.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from spectrain.kernels.path import move_path_
+
+
+class PassCache(Protocol):
+    """What transformers' models ask of a cache in a pass."""
+
+    def update(self, k_BGND: Tensor, v_BGND: Tensor, layer: int, /, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take one layer's keys and values; returns those that the pass sees."""
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Number of entries that it sees at most."""
 
 
 class SlabCache:
@@ -33,6 +48,7 @@ class SlabCache:
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self.max_length = max_length
         self.staged = 0  # nodes written behind the committed part
+        self.fixed = False  # passes see all slots, so that their shapes do not change from one to the next (decoding/graphs.py)
         self._longest = 0  # upper bound of lengths_B, kept on the host
         self._slots_BN = torch.zeros(rows, 0, dtype=torch.long, device=device)
         self._uniform_start: int | None = 0  # first slot when all rows write to the same slots
@@ -63,13 +79,14 @@ class SlabCache:
         `pad_B`: how many of the first columns of the pass are padding in each row (prompts of unequal length, aligned right);
         they are written to the spare slot and their position reads 0.
         """
+        if self._longest + self.staged + num > self.max_length:
+            self._longest = int(self.lengths_B.max())  # an upper bound that is too high is no error
         end = self._longest + self.staged + num
         if end > self.max_length:
             raise ValueError(f"the cache holds {self.max_length} entries a row, {end} are needed; pass a larger max_length")
         column_N = torch.arange(num, device=self.lengths_B.device)
         slots_BN = self.lengths_B[:, None] + self.staged + column_N
-        uniform = pad_B is None and (len(self.lengths_B) == 1 or bool((self.lengths_B == self.lengths_B[0]).all()))
-        self._uniform_start = int(self.lengths_B[0]) + self.staged if uniform else None
+        self._uniform_start = self._common_start() if pad_B is None else None
         if pad_B is not None:
             slots_BN = slots_BN - pad_B[:, None]
             real_BN = column_N >= pad_B[:, None]
@@ -80,10 +97,23 @@ class SlabCache:
         self.staged += num
         return slots_BN
 
+    @property
+    def watched(self) -> bool:
+        """Whether the host looks at the lengths."""
+        return self.lengths_B.device.type == "cpu" and not self.fixed
+
+    def _common_start(self) -> int | None:
+        """The slot at which every row writes next, where there is one and the host knows it."""
+        if self._longest == 0:
+            return self.staged
+        if not self.watched or not bool((self.lengths_B == self.lengths_B[0]).all()):
+            return None
+        return int(self.lengths_B[0]) + self.staged
+
     def update(self, k_BGND: Tensor, v_BGND: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one layer's keys and values of the staged pass; returns views [B, G, S, D] of all slots up to the last one."""
         keys, values = self.keys[layer], self.values[layer]
-        end = self._longest + self.staged
+        end = self.get_seq_length()
         if self._uniform_start is not None:
             start, stop = self._uniform_start, self._uniform_start + k_BGND.shape[2]
             keys[:, :, start:stop] = k_BGND
@@ -129,8 +159,29 @@ class SlabCache:
         if path_BK is not None:
             move_path_(self._slab_XBGSD, self.lengths_B, path_BK)
         self.lengths_B = self.lengths_B + count_B
-        self._longest = int(self.lengths_B.max())
+        most = self.staged if path_BK is None else path_BK.shape[1]
+        self._longest = int(self.lengths_B.max()) if self.watched else self._longest + most
         self.staged = 0
+
+    def bound(self, longest: int) -> None:
+        """The longest row holds `longest` committed entries, as somebody knows who has seen what was committed."""
+        if not self.watched:
+            self._longest = longest
+
+    @contextmanager
+    def at(self, lengths_B: Tensor, slots_BN: Tensor | None = None) -> Iterator[None]:
+        """A section that reads lengths, and where the staged pass is written, from these tensors: those of a recorded pass."""
+        before = self.lengths_B, self._slots_BN
+        self.lengths_B, self._slots_BN = lengths_B, self._slots_BN if slots_BN is None else slots_BN
+        try:
+            yield
+        finally:
+            self.lengths_B, self._slots_BN = before
+
+    def settle(self, rows_R: Tensor, length_R: Tensor, longest: int) -> None:
+        """These rows hold `length_R` entries, at most `longest`, that were written from slot 0 on; what they held is forgotten."""
+        self.lengths_B = self.lengths_B.index_copy(0, rows_R, length_R)
+        self._longest = int(self.lengths_B.max()) if self.watched else max(self._longest, longest)
 
     def discard(self) -> None:
         """Drop every staged node."""
@@ -140,11 +191,12 @@ class SlabCache:
         """Keep only the given rows, in the given order."""
         self._split(self._slab_XBGSD[:, rows_R])
         self.lengths_B = self.lengths_B[rows_R]
-        self._longest = int(self.lengths_B.max())
+        if self.watched:
+            self._longest = int(self.lengths_B.max())
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Number of entries in the longest row, staged ones included (what transformers asks for)."""
-        return self._longest + self.staged
+        """Number of entries in the longest row, staged ones included (what transformers asks for); `fixed`: all slots."""
+        return self.max_length + 1 if self.fixed else self._longest + self.staged
 
 
 def causal_mask(positions_BN: Tensor, position_S: Tensor, window: int | None) -> Tensor:

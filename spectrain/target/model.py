@@ -25,9 +25,11 @@ from spectrain.data.identity import fingerprints
 from spectrain.heads.base import LAST
 from spectrain.kernels import tree_attention
 from spectrain.kernels.divergence import Backend
-from spectrain.target.cache import SlabCache, causal_mask
+from spectrain.target.cache import PassCache, SlabCache, causal_mask
+from spectrain.target.devices import usable
 from spectrain.target.placement import Placement, finish, loading, open_placement
 from spectrain.target.quantised import full_weights, loading_options, quantization_of, settle
+from spectrain.target.spread_cache import SpreadCache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KINDS = ("full_attention", "sliding_attention")  # kinds of layer, in the names of transformers
@@ -107,7 +109,7 @@ class Target:
         """Embedding and output rows in full, one tensor where they are tied; every process keeps them."""
         rows = [module.weight for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings())]
         first_VW = self.placement.whole(rows[0])
-        return first_VW, first_VW if rows[0] is rows[1] else self.placement.whole(rows[1])
+        return first_VW, first_VW if rows[0] is rows[1] else self.placement.whole(rows[1]).to(first_VW.device)
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
@@ -189,7 +191,7 @@ class Target:
         """
         if self.packs and line_BNM.shape[2] <= tree_attention.MOST_NODES:
             return self.by_kind(lambda window: tree_attention.packed(cache.lengths_B, line_BNM, window))
-        if line_BNM.shape == (1, 1, 1) and self._in_window(cache.get_seq_length()):
+        if line_BNM.shape == (1, 1, 1) and not cache.fixed and self._in_window(cache.get_seq_length()):
             return None
         return self.by_kind(lambda window: cache.visible(line_BNM, window))
 
@@ -212,29 +214,30 @@ class Target:
         c = self.config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        return SlabCache(
-            layers=self.num_layers, rows=rows, kv_heads=self.placement.kv_heads(self.model, kv_heads), head_dim=head_dim,
-            max_length=max_length, dtype=self.model.dtype, device=self.device,
-        )  # fmt: skip
+        each = self.placement.kv_heads(self.model, kv_heads)
+        sizes: dict[str, Any] = {"rows": rows, "kv_heads": each, "head_dim": head_dim, "max_length": max_length, "dtype": self.model.dtype}
+        if self.placement.kind == "device_map":
+            return SpreadCache([next(layer.parameters()).device for layer in self.layers], **sizes)
+        return SlabCache(layers=self.num_layers, device=self.device, **sizes)
 
     @torch.no_grad()
     def forward(
-        self, ids_BN: Tensor, *, positions_BN: Tensor, mask: Masks, cache: SlabCache | None,
+        self, ids_BN: Tensor, *, positions_BN: Tensor, mask: Masks, cache: PassCache | None,
         layer_ids: Sequence[int] = (), logits_to_keep: int | Tensor = 0,
     ) -> TargetOutput:  # fmt: skip
         """One pass without gradients; arguments of `run`."""
         return self.run(ids_BN, positions_BN=positions_BN, mask=mask, cache=cache, layer_ids=layer_ids, logits_to_keep=logits_to_keep)
 
     def run(
-        self, ids_BN: Tensor, *, positions_BN: Tensor, mask: Masks, cache: SlabCache | None,
+        self, ids_BN: Tensor, *, positions_BN: Tensor, mask: Masks, cache: PassCache | None,
         layer_ids: Sequence[int] = (), logits_to_keep: int | Tensor = 0,
     ) -> TargetOutput:  # fmt: skip
-        """One pass. `mask`: of `masks` or `prompt_masks`; None without a cache is a causal pass over rows that start at position 0.
+        """One pass. `mask`: of `masks` or `prompt_masks`; None is a causal pass over rows that start at position 0, or one node.
 
         `logits_to_keep`: 0 all positions, k the last k, or a tensor of positions (as in transformers).
         """
         N = ids_BN.shape[1]
-        if mask is None and cache is None and not self._in_window(N):  # not every model tells the attention function its window
+        if mask is None and not self._in_window(N):  # not every model tells the attention function its window
             place_N = torch.arange(N, device=ids_BN.device)
             mask = self.by_kind(lambda window: causal_mask(place_N[None], place_N, window))
         kwargs = {self.cache_keyword: cache} if cache is not None else {}
@@ -243,8 +246,9 @@ class Target:
                 input_ids=ids_BN, position_ids=positions_BN, attention_mask=mask, use_cache=cache is not None,
                 logits_to_keep=logits_to_keep, return_dict=True, **kwargs,
             )  # fmt: skip
-        states_BNF = torch.cat([states[i] for i in layer_ids], dim=-1) if layer_ids else None
-        return TargetOutput(logits_BKV=output.logits, states_BNF=states_BNF, last_BKW=last[0])
+        device = output.logits.device  # of the input, also where layers are elsewhere
+        states_BNF = torch.cat([states[i].to(device) for i in layer_ids], dim=-1) if layer_ids else None
+        return TargetOutput(logits_BKV=output.logits, states_BNF=states_BNF, last_BKW=last[0].to(device))
 
     def in_step(self) -> AbstractContextManager[None]:
         """A section in which processes make different numbers of passes (`Placement.section`); all of them must enter it."""
@@ -321,12 +325,13 @@ def load_target(
 ) -> Target:  # fmt: skip
     """Load a Hub name, a folder or a `.gguf` file, frozen and in evaluation mode.
 
-    adapter: one of the target's, merged into its weights: the folder of a head that was trained together with it, or of peft's.
-    quantization: `8bit` or `4bit` for the weights of its linear layers (target/quantised.py). placement, tp_size: how it lies on several
-    processes (target/placement.py), which then load it together. attention: `triton` for the kernel, `torch` for masks; `auto`: the kernel
-    on CUDA where triton is. Raises ValueError when a path does not exist, when the model has layers
-    that cannot be rolled back, when the tokenizer has more ids than the model has rows, when the adapter is another target's, for an
-    adapter and quantised weights, or for a placement that cannot be had.
+    device: "auto" or None: CUDA where there is a device, else the CPU. adapter: one of the target's, merged into its weights: the folder
+    of a head that was trained together with it, or of peft's. quantization: `8bit` or `4bit` for the weights of its linear layers
+    (target/quantised.py). placement, tp_size: how it lies on several processes, which then load it together, or on the devices of one
+    (target/placement.py). attention: `triton` for the kernel, `torch` for masks; `auto`: the kernel on CUDA where triton is. Raises
+    ValueError when a path does not exist, when the model has layers that cannot be rolled back, when the tokenizer has more ids than the
+    model has rows, when the adapter is another target's, for an adapter and quantised weights, or for a device or placement that cannot
+    be had.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -337,7 +342,7 @@ def load_target(
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     text = str(path) if looks_local else str(name)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable(device)
     where: dict[str, Any] = {"revision": revision} if revision else {}
     bits = loading_options(quantization, name=text, dtype=DTYPES[dtype], device=device, adapter=adapter) if quantization else {}
     way = tree_attention.register(tree_attention.way_of(attention, torch.device(device)))

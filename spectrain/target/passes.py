@@ -1,7 +1,7 @@
 """Which copy of the target makes the passes of a generation: the stock model, one with packed products, or a compiled one.
 
-The stock model (`eager`) is the slow twin of the other two. They exist for plain float32 weights on a CPU; elsewhere every mode is eager
-so far.
+The stock model (`eager`) is the slow twin of the others. Packed and compiled ones exist for plain float32 weights on a CPU. On a CUDA
+device the stock model's passes are recorded as graphs (decoding/graphs.py), where its attention needs no mask.
 
 Legend: B rows, N nodes.
 """
@@ -20,7 +20,7 @@ from spectrain.target.cache import SlabCache
 from spectrain.target.lean import Marks, compiled, kept, packable
 from spectrain.target.model import Masks, Target
 
-Mode = Literal["eager", "packed", "compiled"]
+Mode = Literal["eager", "packed", "compiled", "graphs"]
 PACKED_PASSES = 16  # about what packing the weights costs, in passes' gains
 COMPILE_PASSES = 6000  # the same for compiling
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def choose(target: Target, compile: bool | Literal["auto"], *, passes: int) -> M
     """The mode for a generation of about `passes` passes; from call and machine alone, so that a call repeated is the same call.
 
     True: compiled; False: eager; "auto": compiled where the run is long enough to repay it, packed where it is longer than a few passes
-    and memory holds the second copy of the weights. ValueError for True where nothing can be compiled yet.
+    and memory holds the second copy of the weights. On CUDA both stand for graphs. ValueError for True where nothing can be compiled yet.
     """
     if not (isinstance(compile, bool) or compile == "auto"):
         raise ValueError(f"compile must be True, False or 'auto', found {compile!r}")
@@ -78,10 +78,13 @@ def choose(target: Target, compile: bool | Literal["auto"], *, passes: int) -> M
         raise ValueError(f"compile=True is for plain weights, those of {target.name} are in {other}; use compile='auto'")
     if compile is False or other:
         return "eager"
+    if target.device.type == "cuda" and target.packs:
+        return "graphs"
     dtype = str(target.model.dtype).removeprefix("torch.")
     if target.device.type != "cpu" or dtype != "float32":
         if compile is True:
-            raise ValueError(f"compile=True is for float32 on a cpu, {target.name} is {dtype} on {target.device.type}; use compile='auto'")
+            where = f"{target.name} is {dtype} on {target.device.type}"
+            raise ValueError(f"compile=True is for float32 on a cpu, or attention='triton' on cuda; {where}; use compile='auto'")
         return "eager"
     if compile is True:
         return "compiled"
@@ -92,7 +95,7 @@ def choose(target: Target, compile: bool | Literal["auto"], *, passes: int) -> M
 
 def for_all(target: Target, compile: bool | Literal["auto"], *, passes: int) -> bool | Literal["auto"]:
     """One `compile` for many calls that make about `passes` passes together, so that all are made alike."""
-    chosen: dict[Mode, bool | Literal["auto"]] = {"eager": False, "packed": "auto", "compiled": True}
+    chosen: dict[Mode, bool | Literal["auto"]] = {"eager": False, "packed": "auto", "compiled": True, "graphs": "auto"}
     return chosen[choose(target, compile, passes=passes)]
 
 
@@ -123,7 +126,7 @@ def passes_of(target: Target, mode: Mode, *, rows: int, nodes: int, strict: bool
 
     strict: a model that cannot be compiled is a ValueError, otherwise it is logged and the packed copy serves.
     """
-    if mode == "eager":
+    if mode in ("eager", "graphs"):
         return Passes(mode, target, target)
     twin = _packed(target)
     if mode == "packed":

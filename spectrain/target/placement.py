@@ -1,9 +1,10 @@
-"""How a target lies on several processes: whole on each of them (`rank`), or one copy spread over them.
+"""How a target lies on several processes: whole on each of them (`rank`), or one copy spread over them; or over the devices of one.
 
 `fsdp2` (torch's fully_shard, arXiv 2304.11277) and `zero3` (DeepSpeed, arXiv 1910.02054): every process keeps a share of every weight,
 makes passes over rows of its own, and gathers a layer's weights for its part of a pass. So all must make equally many passes; where they
 would not, a section (`Placement.section`) lets those that are done go on with passes of one token. `tp` (arXiv 1909.08053): the products
 themselves are split over `members` processes, which make every pass together; several such groups need nothing of each other.
+`device_map`: one process, layers one after the other on its devices, as accelerate divides them; passes wait for each device in turn.
 
 The loading is transformers' own: each process reads its share of the files, with zero3 the first one reads them for all.
 """
@@ -20,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Kind = Literal["rank", "fsdp2", "tp", "zero3"]
+Kind = Literal["rank", "fsdp2", "tp", "zero3", "device_map"]
+DEVICE_MAP = "auto"  # alike on all devices (accelerate's `balanced`), what does not fit is refused
 LOADING = timedelta(hours=2)  # processes read shares of unlike size, from disks that they share
 T = TypeVar("T")
 
@@ -159,17 +161,21 @@ def open_placement(
     if kind == "rank":
         return Placement()
     accelerator = torch.accelerator.current_accelerator()
-    there, world = "cpu" if accelerator is None else accelerator.type, process()[1]
+    there, world, several = "cpu" if accelerator is None else accelerator.type, process()[1], kind != "device_map"
     for wrong, found, way_out in (
         (name.endswith(".gguf"), f"{name} is a GGUF file", "write it as a folder first: spectrain.target.model.unpack_gguf"),
         (quantization is not None, f"quantization {quantization} was asked for", "leave one of the two out"),
         (adapter is not None, f"an adapter was to be merged ({adapter})", "merge it into a folder first, and load that"),
         (torch.device(device).type != there, f"device {device} was asked for", f"leave it out: the processes of this machine use {there}"),
         (kind == "zero3" and find_spec("deepspeed") is None, "DeepSpeed is missing", "pip install 'spectrain[deepspeed]', or take fsdp2"),
-        (world < 2, "this is one process", "start several: torchrun --nproc_per_node N -m spectrain …, or accelerate launch"),
+        (several and world < 2, "this is one process", "start several: torchrun --nproc_per_node N -m spectrain …, or accelerate launch"),
+        (not several and world > 1, f"these are {world} processes", "start one, without a launcher, or choose placement tp"),
     ):  # fmt: skip
         if wrong:
-            raise ValueError(f"placement {kind} spreads a target over several processes, and {found}; {way_out}")
+            over = "several processes" if several else "the devices of one process"
+            raise ValueError(f"placement {kind} spreads a target over {over}, and {found}; {way_out}")
+    if not several:
+        return Placement("device_map")
     members = tp_size or int(os.environ.get("LOCAL_WORLD_SIZE", world)) if kind == "tp" else 1
     if kind == "tp" and (members < 2 or world % members):
         raise ValueError(f"tp_size {members} and {world} processes; needed is 2 or more, and a number of processes that it divides")
@@ -207,6 +213,8 @@ def loading(placement: Placement, name: str, dtype: torch.dtype, **where: Any) -
     config, world = found.get_text_config(), process()[1]
     if placement.kind == "fsdp2":
         yield {"distributed_config": DistributedConfig(fsdp_size=world)}
+    elif placement.kind == "device_map":
+        yield {"device_map": DEVICE_MAP}
     elif placement.kind == "tp":
         size = placement.members
         experts = size if _check_tp(config, name, size) else None
@@ -270,6 +278,11 @@ def finish(placement: Placement, model: Any, dtype: torch.dtype) -> None:
         from torch.distributed.tensor import DTensor
 
         placement.group = next(p for p in model.parameters() if isinstance(p, DTensor)).device_mesh.get_group()
+    elif placement.kind == "device_map":
+        lies_on = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+        if len(lies_on) > 1 and lies_on & {"cpu", "disk"}:
+            found = f"the devices have no room for all of it: parts would lie on {', '.join(sorted(lies_on))}"
+            raise ValueError(f"{found}; choose a smaller dtype, quantization 8bit or 4bit, or more devices")
     elif placement.kind == "zero3":
         kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
         if kept and dtype != torch.float32:

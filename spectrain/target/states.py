@@ -202,14 +202,14 @@ def run_lines(
 
 def _forward(target: Target, ids_BN: Tensor, positions_BN: Tensor, mask: object, layer_ids: Sequence[int], at_P: Tensor) -> TargetOutput:
     """A pass whose logits [1, P, V] and last states [1, P, W] are those of the flat tokens at_P alone."""
-    with _selected(target, at_P):
+    with selected(target, at_P):
         return target.forward(
             ids_BN.to(target.device), positions_BN=positions_BN.to(target.device), mask=mask, cache=None, layer_ids=layer_ids  # type: ignore[arg-type]
         )
 
 
 @contextmanager
-def _selected(target: Target, at_P: Tensor) -> Iterator[None]:
+def selected(target: Target, at_P: Tensor) -> Iterator[None]:
     """The output layer reads only these of the flat tokens; what the model does to its logits afterwards (caps, scales) stays."""
     output = target.model.get_output_embeddings()
     handle = output.register_forward_pre_hook(lambda module, args: (args[0].flatten(0, 1)[at_P][None],))

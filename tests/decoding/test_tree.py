@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spectrain.decoding.shapes import Chain, DynamicTree, Tree, keep_best
-from spectrain.decoding.tree import DraftTree, ancestors, check_tree, depths
+from spectrain.decoding.tree import DraftTree, ancestors, check_tree, depths, drop_nodes
 
 PARENTS = torch.tensor([[-1, 0, 0, 1, 3, 2], [-1, 0, 1, 2, 3, 4]])
 
@@ -15,6 +15,25 @@ def test_a_node_misses_an_ancestor_or_sees_a_cousin() -> None:
     assert lines[0] == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4], [0, 2, 5]]
     assert torch.equal(seen[1], torch.ones(6, 6, dtype=torch.bool).tril())
     assert depths(PARENTS).tolist() == [[0, 1, 1, 2, 3, 2], [0, 1, 2, 3, 4, 5]]
+
+
+def test_deep_or_wide_trees_are_cut_short() -> None:
+    """Random trees of up to 70 nodes, chains among them, against a walk from node to node."""
+    g = torch.Generator().manual_seed(0)
+    for N in (1, 2, 3, 5, 9, 17, 33, 64, 65, 70):
+        parents = torch.tensor([[-1] + [int(torch.randint(0, n, (), generator=g)) for n in range(1, N)], list(range(-1, N - 1))])
+        keep = torch.rand(2, N, generator=g) < 0.9
+        tokens, parents_left, num, kept = drop_nodes(torch.arange(N).expand(2, N), parents, keep)
+        for b in range(2):
+            lines: list[list[int]] = []
+            for n, parent in enumerate(parents[b].tolist()):
+                lines.append([*(lines[parent] if n else []), n])
+            assert [row.nonzero()[:, 0].tolist() for row in ancestors(parents)[b]] == lines
+            assert depths(parents)[b].tolist() == [len(line) - 1 for line in lines]
+            left = [n for n, line in enumerate(lines) if all(keep[b, m] for m in line[1:])]
+            assert int(num[b]) == len(left) and kept[b, : len(left)].tolist() == tokens[b, : len(left)].tolist() == left
+            above = [int(parents[b, n]) for n in left]
+            assert parents_left[b, : len(left)].tolist() == [-1 if p < 0 else left.index(p) for p in above]
 
 
 def test_chain_has_other_parents() -> None:

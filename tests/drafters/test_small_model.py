@@ -76,7 +76,7 @@ def talk(monkeypatch, eager):
     seen = []
     grow = small_model.grow
 
-    def spy(round, root_B1, logits_BV, extend, target_ids):
+    def spy(round, root_B1, logits_BV, extend, target_ids, layouts):
         session = extend.__self__
         model = eager(session._small)
         lines = [[[]] for _ in session._texts]  # the path to each node, by row
@@ -100,7 +100,7 @@ def talk(monkeypatch, eager):
             for layer, mine in enumerate(session._cache.keys):
                 torch.testing.assert_close(mine[b, :, : len(text)], cached[layer].keys[0], atol=1e-4, rtol=1e-4)
         seen.append(len(session._texts))
-        return grow(round, root_B1, logits_BV, listening, target_ids)
+        return grow(round, root_B1, logits_BV, listening, target_ids, layouts)
 
     monkeypatch.setattr(small_model, "grow", spy)
     return seen

@@ -171,6 +171,12 @@ def test_settings_are_taken_from_another_family(target: Target, make_target) -> 
     assert all(torch.equal(t, again.state_dict()[n]) for n, t in head.state_dict().items())
     bare = new_head(config.model_copy(update={"prefix": False}), target, [], seed=0, counts_V=torch.arange(100))
     assert bare.layers == [] and not any("prefix" in n for n in bare.state_dict())
+    rows = [new_head(config.model_copy(update={"init_output": init}), target, [], seed=0, counts_V=torch.arange(100)).lm_head[2].weight
+            for init in ("target", "random", "random")]  # fmt: skip
+    assert torch.equal(rows[0], target.output_VW[head.target_ids]) and torch.equal(rows[1], rows[2])
+    assert rows[1].std() == pytest.approx(0.02, rel=0.1) and abs(torch.corrcoef(torch.stack([r.flatten() for r in rows[:2]]))[0, 1]) < 0.2
+    with pytest.raises(ValueError, match="head.output frozen would leave output layers at random"):
+        HeadConfig(kind="hydra", output="frozen", init_output="random")
     for changes in ({"hidden_size": 16}, {"shared_output": True}, {"fc_norm": True}, {"bias": True}):
         with pytest.raises(ValueError, match=f"kind hydra has no head.{next(iter(changes))}"):
             check_config(config.model_copy(update=changes), target)

@@ -48,8 +48,11 @@ def online(target: Target, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
 
 
 def answers(target: Target, head: Any) -> list[list[list[int]]]:
-    """Tokens by head, by n-gram with a temperature, and without drafts."""
-    how = ({"drafter": head.eval()}, {"drafter": st.NGram(), "temperature": 0.8, "seed": 3}, {})
+    """Tokens by head in chains and trees, greedy and drawn, by n-gram with a temperature, and without drafts."""
+    drawn = {"temperature": 0.8, "seed": 3}
+    chain, tree = {"drafter": head.eval()}, {"drafter": head, "shape": st.Tree.dynamic(top_k=3, depth=3, budget=8)}
+    static = {"drafter": head, "shape": st.Tree.static([[0], [1], [0, 0], [0, 1], [0, 0, 0]])}
+    how = (chain, {**chain, **drawn}, tree, {**tree, **drawn}, {**static, **drawn}, {"drafter": st.NGram(), **drawn}, {})
     return [[row.tokens for row in st.generate(target, PROMPTS, max_new_tokens=12, **kwargs).rows] for kwargs in how]
 
 

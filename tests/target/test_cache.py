@@ -193,3 +193,29 @@ def test_path_is_copied_in_some_layers_only() -> None:
         assert (slab[1, :, :3] - 100 * i - 20).unique(dim=-1).squeeze().tolist() == [[0.0, 1, 4]] * 2
     cache.select(torch.tensor([1]))
     assert [float(slab[0, 0, 2, 0]) for slab in (*cache.keys, *cache.values)] == [100.0 * i + 24 for i in range(6)]
+
+
+def test_bound_of_a_device_passes_for_a_full_cache_or_hides_one(target: Target, eager) -> None:
+    """A cache of fixed shapes does not look at its lengths: what rows may have grown by adds up, until it is told or must look."""
+    cache, plain = (target.new_cache(2, 24) for _ in range(2))
+    ids, more = [IDS[:6], IDS[4:10]], [[3, 4, 5, 6], [9, 8, 7, 6]]
+    logits = []
+    for slab in (cache, plain):
+        feed(target, slab, ids)
+        slab.commit(torch.tensor([6, 4]))
+        slab.fixed = slab is cache
+        for n in range(4):
+            if n == 1:
+                slab.bound(7)
+            logits.append(feed(target, slab, more))
+            slab.commit(torch.tensor([1, 2]))
+    assert cache.lengths_B.tolist() == plain.lengths_B.tolist() == [10, 12] and cache.get_seq_length() == 25
+    torch.testing.assert_close(torch.stack(logits[:4]), torch.stack(logits[4:]), atol=1e-5, rtol=1e-5)
+    for _ in range(3):  # 8 more entries by what is possible: too many, had the host not looked again
+        feed(target, cache, more)
+        cache.commit(torch.tensor([1, 2]))
+    assert cache.lengths_B.tolist() == [13, 18]
+    feed(target, cache, more)
+    cache.commit(torch.tensor([4, 4]))
+    with pytest.raises(ValueError, match="the cache holds 24 entries a row, 26 are needed"):
+        cache.stage(4)

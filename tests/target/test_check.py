@@ -12,7 +12,7 @@ import torch
 from spectrain.config import CaptureConfig
 from spectrain.data.rows import Row
 from spectrain.target.capture import capture
-from spectrain.target.check import check_store, output_logits
+from spectrain.target.check import STORED, _flips, check_store, output_logits
 from spectrain.target.features import FeatureStore
 from spectrain.target.model import Target
 from spectrain.target.shards import open_shard, write_shard
@@ -32,6 +32,12 @@ def test_store_is_further_from_the_target_than_it_may(last: str, kl: float, targ
     assert found.rows == 4 and found.tokens == 80 and 0 < found.kl < kl and found.top1 >= 0.98
     assert len(found.errors) == 2 and all(0 < e < 0.012 for e in found.errors)
     assert "4 rows, 80 tokens" in found.text() and "same best token" in found.text()
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(80, 2), (392, 6), (512, 7), (1494, 15), (100_000, 566)])
+def test_share_that_a_sample_does_not_show_is_refused(tokens: int, most: int) -> None:
+    """At least 99.5 % of a bf16 store's best tokens are the target's: 3 of 392 pass, and so does what chance adds to 0.5 %."""
+    assert int(_flips(STORED["bf16"].top1, tokens)) == most and STORED["bf16"].top1 == 0.995 and STORED["bf16"].kl == 1e-4
 
 
 def test_store_without_last_states_cannot_be_checked(target: Target, tmp_path: Path) -> None:

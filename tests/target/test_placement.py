@@ -8,17 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GptOssConfig, GptOssForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+import spectrain as st
 from spectrain.config import LoraConfig
+from spectrain.target import placement as placement_module
 from spectrain.target.adapter import check_lora
 from spectrain.target.features import FeatureStore
 from spectrain.target.model import Target, load_target
 from spectrain.target.passes import choose
 from spectrain.target.placement import Placement, finish, loading, open_placement
+from spectrain.target.spread_cache import SpreadCache
 
 SCRIPT = Path(__file__).with_name("placed.py")
 SIZES = {
@@ -228,6 +232,50 @@ def test_launch_leaves_the_target_empty(target: Target, tmp_path: Path, monkeypa
             load_target(tmp_path)
     finally:
         dist.destroy_process_group()
+
+
+class OverTwo(Target):
+    """Layers 0 and 2 on one device, 1 and 3 on another one, both of which are the CPU under names of their own."""
+
+    def new_cache(self, rows: int, max_length: int) -> SpreadCache:
+        devices = [torch.device("cpu"), torch.device("cpu", 0)] * 2
+        return SpreadCache(devices, rows=rows, kv_heads=2, head_dim=8, max_length=max_length, dtype=torch.float32)
+
+
+def test_layers_on_several_devices_answer_otherwise(make_target: Callable[..., Target], make_head: Callable[..., Any]) -> None:
+    """By accelerate's hooks, with a cache in two parts: rows of unequal length, paths of trees, rows that leave."""
+    whole = make_target(num_hidden_layers=4)
+    model = accelerate.dispatch_model(make_target(num_hidden_layers=4).model, {"": "cpu"}, force_hooks=True)
+    assert hasattr(model.model.layers[2], "_hf_hook")
+    spread = OverTwo(model=model, tokenizer=whole.tokenizer, name="tiny", placement=Placement("device_map"))
+    assert spread.fingerprints == whole.fingerprints and choose(spread, "auto", passes=10**6) == "eager"
+    head, prompts = make_head(whole), [[6, 7, 8, 9, 6, 7], [20, 21, 22], [30] * 9]
+    for shape in (st.Chain(3), st.Tree.dynamic(top_k=3, depth=3, budget=8)):
+        for temperature in (0.0, 0.8):
+            how = {"drafter": head, "shape": shape, "temperature": temperature, "max_new_tokens": 16, "eos": 20, "compile": False}
+            ours, theirs = (st.generate(target, prompts, **how).rows for target in (spread, whole))
+            assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    assert len({len(row.rounds) for row in ours}) > 1  # some rows left before the others
+    first, second = spread.new_cache(1, 5)._others, spread.new_cache(1, 5)._slab_XBGSD
+    assert len(first) == 1 and len(second) == 4
+
+
+def test_device_map_puts_layers_elsewhere_unsaid(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU all lies on the CPU and answers as ever; a map that leaves layers on the disk is refused, and so are processes."""
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(placement_module, "DEVICE_MAP", {"": "cpu"})
+    loaded = load_target(tmp_path, placement="device_map", device="cpu")
+    assert loaded.placement == Placement("device_map") and isinstance(loaded.new_cache(1, 4), SpreadCache)
+    ours, theirs = (st.generate(which, [[6, 7, 8]], max_new_tokens=8).rows[0].tokens for which in (loaded, target))
+    assert ours == theirs
+    target.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "disk"}
+    with pytest.raises(ValueError, match="no room for all of it: parts would lie on 0, disk; choose a smaller dtype, quantization"):
+        finish(Placement("device_map"), target.model, torch.float32)
+    del target.model.hf_device_map
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="the devices of one process, and these are 2 processes; start one, without a launcher"):
+        load_target(tmp_path, placement="device_map", device="cpu")
 
 
 def test_error_in_a_section_waits_for_the_others() -> None:
