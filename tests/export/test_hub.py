@@ -194,7 +194,8 @@ def test_card_of_a_head_with_an_adapter_forgets_it(hub: Hub, save: Any, push: An
     (head / "adapter").mkdir()
     (head / "adapter/adapter_config.json").write_text("{}")
     (head / "adapter/adapter_model.safetensors").write_bytes(b"weights")
-    (head / "made_with.json").write_text(json.dumps({**made, "adapter_sha256": adapter_hash(head / "adapter")}))
+    change = {"kl": 0.02, "kl_nats": 2.0, "agreement": 0.9, "agree": 90, "tokens": 100, "rows": "4 rows that were kept out"}
+    (head / "made_with.json").write_text(json.dumps({**made, "adapter_sha256": adapter_hash(head / "adapter"), "target_change": change}))
     refused = push(head, "--with-format", "vllm", "--dry-run", tmp_path / "out")
     assert refused.exit_code == 1 and "leave --with-format out" in refused.output
     assert push(head, "--dry-run", tmp_path / "out").exit_code == 0
@@ -202,6 +203,7 @@ def test_card_of_a_head_with_an_adapter_forgets_it(hub: Hub, save: Any, push: An
     assert f'st.load_target("{BASE}", adapter=folder)' in text and "st.load_head(folder, target)" in text
     assert f"export head --to merged --target {BASE} --out merged\nspectrain export head --to FORMAT --target merged" in text
     assert (tmp_path / "out/adapter/adapter_model.safetensors").is_file() and "the frozen model" not in text
+    assert "0.0200 nats a token (2.00 over 100 tokens), greedy agreement 90.00% (90/100), on 4 rows that were kept out" in text
 
 
 def test_branch_and_commit_are_loaded_as_named(hub: Hub, save: Any, push: Any) -> None:
