@@ -14,7 +14,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
+from typing import Any
 
+from spectrain.decoding.counts import Counts, tau_by_depth
 from spectrain.decoding.shapes import DynamicTree, Shape, trimmed
 from spectrain.yields import Costs
 
@@ -187,7 +189,7 @@ class _Probe:
 
     def __init__(self, settings: Adaptive) -> None:
         self._first, self._most = settings.probe_after, settings.probe_most
-        self._wait = self._waited = 0
+        self._wait, self._waited = settings.probe_after, 0
 
     @property
     def due(self) -> bool:
@@ -247,41 +249,6 @@ class _Table(PolicySession):
         self._rows = len(rows)
 
 
-class _Counts:
-    """One row's drafts at each depth: how many stood to be judged, how many of them missed; and in how many of the rounds that asked for
-    drafts it had any. Old rounds count less."""
-
-    def __init__(self, settings: Adaptive, depth: int) -> None:
-        self._memory, self._weight, prior = settings.memory, settings.prior_rounds, settings.prior
-        self._judged, self._missed = [0.0] * depth, [0.0] * depth
-        self._first = 1 - prior if isinstance(prior, float | int) else 0.0
-        self._prior = [1 - prior[min(d, len(prior) - 1)] for d in range(depth)] if isinstance(prior, tuple) else None
-        self._asked = self._drafted = 0.0
-        self._share = settings.prior_share
-
-    def learn(self, accepted: int, depth: int, scale: float) -> None:
-        """A round that asked for drafts; depth: of what was drafted, 0 for nothing. scale: how much likelier than with the full budget a
-        miss was; it counts by its chance of a miss there too."""
-        self._asked, self._drafted = self._memory * self._asked + 1, self._memory * self._drafted + (depth > 0)
-        if not depth:
-            return
-        weight = max(1 / scale, self.misses()[accepted]) if accepted < min(depth, len(self._missed)) else 0.0
-        self._judged = [self._memory * n + (d <= accepted and d < depth) for d, n in enumerate(self._judged)]
-        self._missed = [self._memory * n + weight * (d == accepted) for d, n in enumerate(self._missed)]
-
-    def misses(self) -> list[float]:
-        """Chance at each depth that no draft is the accepted one, given that one above was and that something was drafted."""
-        chances, above = [], self._first
-        for d, (judged, missed) in enumerate(zip(self._judged, self._missed, strict=True)):
-            above = (missed + self._weight * (self._prior[d] if self._prior else above)) / (judged + self._weight)
-            chances.append(above)
-        return chances
-
-    def share(self) -> float:
-        """Chance that it drafts when asked."""
-        return (self._drafted + self._weight * self._share) / (self._asked + self._weight)
-
-
 @dataclass(frozen=True)
 class _Choice:
     """A plan that could be made; scale: how much likelier a level's miss is than with the full budget."""
@@ -297,8 +264,9 @@ class _Marginal(PolicySession):
 
     def __init__(self, settings: Adaptive, shape: Shape, rows: int) -> None:
         assert settings.costs is not None
-        self._costs, self._spread, self._full = settings.costs, settings.spread, shape.budget
-        self._rows = [_Counts(settings, shape.depth) for _ in range(rows)]
+        self._costs = settings.costs
+        chances: dict[str, Any] = {name: getattr(settings, name) for name in ("memory", "prior", "prior_rounds", "prior_share")}
+        self._rows = [Counts(shape.depth, **chances) for _ in range(rows)]
         self._choices = _choices(shape, settings.spread)
         # (rows at work, share of the longest draft asked for that comes) -> the tau that each choice must reach where something is drafted
         self._break_even: dict[tuple[int, float], list[float]] = {}
@@ -306,17 +274,20 @@ class _Marginal(PolicySession):
         self._probe = _Probe(settings)
         self._planned, self._on, self._needed = _Choice(0, 0, None, 1.0), True, 1.0
         self._asked: list[bool] = []
+        self._known: tuple[list[bool], tuple[float, _Choice, float]] | None = None  # `_best` of these rows, while nothing was learnt
 
     def plan(self, live: Sequence[bool] | None = None) -> Plan:
         going = _live(live, len(self._rows))
-        gain, choice, needed = self._best([row for row, on in zip(self._rows, going, strict=True) if on])
-        self._on, self._needed = gain > 1, needed
+        if self._known is None or self._known[0] != going:
+            self._known = going, self._best([row for row, on in zip(self._rows, going, strict=True) if on])
+        gain, choice, self._needed = self._known[1]
+        self._on = gain > 1
         if not self._on and not self._probe.due:
             choice = _Choice(0, 0, None, 1.0)
         self._planned, self._asked = choice, [on and choice.depth > 0 for on in going]
         return Plan([choice.depth if on else 0 for on in going], choice.budget)
 
-    def _best(self, rows: Sequence[_Counts]) -> tuple[float, _Choice, float]:
+    def _best(self, rows: Sequence[Counts]) -> tuple[float, _Choice, float]:
         """The choice with the highest expected speed-up over plain decoding, that speed-up, and the choice's break-even."""
         if not rows or not self._choices:
             return 1.0, _Choice(0, 0, None, 1.0), 1.0
@@ -326,7 +297,7 @@ class _Marginal(PolicySession):
         needed = self._break_even[key]
         misses, shares = [row.misses() for row in rows], [row.share() for row in rows]
         some = 1 - prod(1 - share for share in shares)  # chance that the round has drafts at all
-        tau = {scale: _tau_by_depth(misses, scale, shares) for scale in {c.scale for c in self._choices}}
+        tau = {scale: tau_by_depth(misses, scale, shares) for scale in {c.scale for c in self._choices}}
         gains = [tau[c.scale][c.depth] / (1 - some + some * cost) for c, cost in zip(self._choices, needed, strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
         return gains[best], self._choices[best], needed[best]
@@ -337,6 +308,7 @@ class _Marginal(PolicySession):
         for b, row in enumerate(self._rows):
             if depth_B[b] or (self._asked and self._asked[b]):
                 row.learn(accepted_B[b], depth_B[b], self._planned.scale)
+                self._known = None
         tau = 1 + sum(accepted_B) / max(sum(self._asked), len(drafting), 1)  # rows without a draft wait for those that have one
         if drafting and self._planned.nodes:
             self._lengths = self._memory * self._lengths + min(1.0, max(drafted_B) / self._planned.nodes)
@@ -344,7 +316,7 @@ class _Marginal(PolicySession):
         self._probe.after(was_on=self._on, drafted=bool(drafting), paid=tau > self._needed)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._rows = [self._rows[b] for b in rows]
+        self._rows, self._known = [self._rows[b] for b in rows], None
         self._asked = [self._asked[b] for b in rows] if self._asked else []
 
 
@@ -366,19 +338,6 @@ def _choices(shape: Shape, spread: float) -> list[_Choice]:
                 found.append(_Choice(depth, nodes, budget, (shape.budget / budget) ** spread))
         budget = 0 if shape.is_chain else budget // 2
     return sorted(found, key=lambda choice: (choice.nodes, choice.depth))
-
-
-def _tau_by_depth(misses: Sequence[Sequence[float]], scale: float, shares: Sequence[float]) -> list[float]:
-    """Mean over rows of the expected tokens a round, for each depth from 0 on. shares: of the rounds in which a row drafts."""
-    total = [0.0] * len(misses[0])
-    for row, survival in zip(misses, shares, strict=True):
-        for d, miss in enumerate(row):
-            survival *= 1 - min(1.0, miss * scale)
-            total[d] += survival
-    tau = [1.0]
-    for survival in total:
-        tau.append(tau[-1] + survival / len(misses))
-    return tau
 
 
 def _live(live: Sequence[bool] | None, rows: int) -> list[bool]:
