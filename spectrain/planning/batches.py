@@ -1,8 +1,8 @@
-"""How the rows of a generation share passes: rules of the generator (decoding/prefill.py, decoding/generate.py) by which the plan counts."""
+"""How rows of a generation share passes: rules of the generator (decoding/prefill.py, decoding/generate.py), by which the plan counts."""
 
 from collections.abc import Sequence
 
-POSITIONS = 1024  # most of a pass over prompts, padding included; one prompt may be longer. On a CPU larger ones are slower (docs/lab_log.md)
+POSITIONS = 1024  # most of a pass over prompts, with padding; one prompt may be longer. Larger ones are slower on a CPU (docs/lab_log.md)
 PASS = 64  # positions that cost about what a pass costs by itself
 FREE = 0.125  # share of the places that are free before waiting rows take them: their prompts are read together
 KEEPS = 0.75  # where no row waits, finished ones are let go once no more than this share of those that are held goes on

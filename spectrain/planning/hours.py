@@ -41,7 +41,7 @@ def regeneration(case: Case) -> Hours:
     one = short(t.pass_flops(1, 1, context))
     joined = "or" if m.kind == "cuda" else "and"
     terms = [
-        Term("a pass", a_pass, f"({short(_read(case, B))}B weights + {caches}) ÷ bandwidth, {joined} {B} × {one} products: {bound}"),
+        Term("a pass", a_pass, f"({short(bytes_read(case, B))}B weights + {caches}) ÷ bandwidth, {joined} {B} × {one} products: {bound}"),
         Term("all answers", d.supervised / B * a_pass / copies, f"{short(d.supervised)} tokens ÷ {B} rows × a pass ÷ {copies} copies"),
         Term("all prompts", d.rows * prefill / copies, f"{short(d.rows)} × {prompt:,.0f} tokens ÷ {copies} copies"),
     ]  # fmt: skip
@@ -61,11 +61,11 @@ def pass_seconds(case: Case, rows: float, context: float, devices: int) -> float
 def _pass_parts(case: Case, rows: float, context: float, devices: int) -> tuple[float, float]:
     """Seconds for the bytes of such a pass, and for its products."""
     t, m = case.target, case.machine
-    by_bytes = (_read(case, rows) + rows * context * t.kv_bytes) / (m.bandwidth * m.efficiency.decode * devices)
+    by_bytes = (bytes_read(case, rows) + rows * context * t.kv_bytes) / (m.bandwidth * m.efficiency.decode * devices)
     return by_bytes, rows * t.pass_flops(1, 1, context) / (m.rate(t.bytes_a_weight) * m.efficiency.answers * devices)
 
 
-def _read(case: Case, rows: float) -> float:
+def bytes_read(case: Case, rows: float) -> float:
     """Bytes of the weights that a pass over one token of each of so many rows reads: of a mixture the experts that any of them needs."""
     t = case.target
     inside_all = t.params - t.embedding * (1 if t.tied else 2)

@@ -158,7 +158,7 @@ def test_70b_without_weights_says_that_it_must_be_sharded(large: Path, cli: Call
     assert found["peak_bytes"] == max(stage["bytes"] for stage in found["memory"].values()) < 80 * 2**30
     terms = found["memory"]["training"]["terms"]
     assert found["memory"]["training"]["bytes"] == pytest.approx(sum(t["value"] for t in terms)) and all(t["how"] for t in terms)
-    assert found["store_bytes"]["int8 states, bf16 last state"] == 1e9 * 3 * (8192 + 20) + 5e8 * (2 * 8192 + 8)
+    assert found["store_bytes"]["int8 states, bf16 last state"] == 1e9 * 3 * (8192 + 10) + 5e8 * (2 * 8192 + 8)
     assert found["hours"]["training"]["device_hours"] == pytest.approx(16 * found["hours"]["training"]["hours"])
 
 

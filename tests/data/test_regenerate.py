@@ -18,7 +18,7 @@ from spectrain.config import RegenerateConfig
 from spectrain.data.answers import AnswerFile, check_settings
 from spectrain.data.formats import Conversation, Prompt, read_conversations
 from spectrain.data.questions import Question, missing, question_of, settings_of
-from spectrain.data.regenerate import Answer, answer_in_batches, answer_key, open_dialogues, regenerate, split_reasoning
+from spectrain.data.regenerate import Answer, Take, answer_in_batches, answer_key, open_dialogues, regenerate, split_reasoning
 
 
 class Answerer:
@@ -29,14 +29,15 @@ class Answerer:
         self.seeds: dict[str, int] = {}
         self.calls, self.fails_at = 0, fails_at
 
-    def __call__(self, chats: Sequence, settings: Mapping, seeds: Sequence[int]) -> list[Answer]:
+    def __call__(self, chats: Sequence, settings: Mapping, seeds: Sequence[int], take: Take) -> None:
         self.calls += 1
         if self.calls == self.fails_at:
             raise RuntimeError("the server is gone")
         texts = [chat[-1]["content"] for chat in chats]
         self.asked += texts
         self.seeds |= dict(zip(texts, seeds, strict=True))
-        return [Answer(text=f"re: {t}\u2028!", tokens=len(t), finish_reason="length" if t.endswith("3") else "stop") for t in texts]
+        for n, t in reversed(list(enumerate(texts))):
+            take(n, Answer(text=f"re: {t}\u2028!", tokens=len(t), finish_reason="length" if t.endswith("3") else "stop"))
 
 
 PROMPTS = [Prompt(f"id{i}", "chat" if i % 2 else "math", (f"{'long ' * (i % 3)}question {i}",), "s") for i in range(10)]
@@ -112,9 +113,10 @@ def test_answers_of_other_settings_are_kept_as_done(tmp_path: Path, changed: dic
 def test_prompts_of_unequal_settings_share_a_batch(tmp_path: Path) -> None:
     seen = []
 
-    def answer(chats, settings, seeds):
+    def answer(chats, settings, seeds, take):
         seen.append((dict(settings), len(chats)))
-        return [Answer("x", 1, "stop") for _ in chats]
+        for n in range(len(chats)):
+            take(n, Answer("x", 1, "stop"))
 
     regenerate(PROMPTS, answer=answer, settings=lambda p: {"hot": p.domain == "math"}, out=tmp_path / "a", batch_size=4)
     assert sorted((s["hot"], n) for s, n in seen) == [(False, 1), (False, 4), (True, 1), (True, 4)]
@@ -127,10 +129,13 @@ def test_key_depends_on_the_order_of_settings_only() -> None:
 
 
 def test_too_few_answers_are_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError):
-        regenerate(PROMPTS, answer=lambda c, s, seeds: [Answer("x", 1, "stop")], settings=lambda p: {}, out=tmp_path / "a", batch_size=5)
-    lines = (tmp_path / "a").read_text().splitlines()
-    assert all(json.loads(line)["messages"][0]["content"] == PROMPTS[0].turns[0] for line in lines)
+    def answer(chats, settings, seeds, take):
+        take(2, Answer("x", 1, "stop"))
+
+    with pytest.raises(ValueError, match="4 prompts were left without an answer"):
+        regenerate(PROMPTS, answer=answer, settings=lambda p: {}, out=tmp_path / "a", batch_size=5)
+    (line,) = (tmp_path / "a").read_text().splitlines()
+    assert json.loads(line)["messages"][1]["content"] == "x"
 
 
 def conversation(*messages: tuple[str, str] | dict, **more: Any) -> Conversation:
@@ -181,13 +186,14 @@ def test_what_cannot_be_asked_slips_through(tmp_path: Path, messages: list, reas
     assert reason in json.loads(out.with_suffix(".rejected.jsonl").read_text())["reason"]
 
 
-def test_history_holds_the_old_answers_or_later_turns_wait_for_the_end(tmp_path: Path) -> None:
-    """Turn t is answered behind the target's own answers; batches hold prompts of like length; few conversations are under way."""
+@pytest.mark.parametrize(("batches", "calls", "under_way"), [(1, 12, 24), (3, 6, 40)])
+def test_history_holds_the_old_answers_or_later_turns_wait_for_the_end(tmp_path: Path, batches: int, calls: int, under_way: int) -> None:
+    """Turn t is answered behind the target's own answers; calls hold prompts of like length; few conversations are under way."""
     asked: list[list[int]] = []
     begun, waiting, out = 0, [], tmp_path / "a"
     talks = [Prompt(f"c{i}", "chat", tuple(f"{'x' * (i % 5)} {i}.{t}" for t in range(1 + i % 3)), "") for i in range(40)]
 
-    def answer(chats: Sequence, settings: Mapping, seeds: Sequence[int]) -> list[Answer]:
+    def answer(chats: Sequence, settings: Mapping, seeds: Sequence[int], take: Take) -> None:
         nonlocal begun
         asked.append([len(chat[-1]["content"]) for chat in chats])
         begun += sum(len(chat) == 1 for chat in chats)
@@ -195,16 +201,35 @@ def test_history_holds_the_old_answers_or_later_turns_wait_for_the_end(tmp_path:
         for chat in chats:
             assert [m["content"] for m in chat[1::2]] == [f"re {m['content']}" for m in chat[:-1:2]]
         assert len(set(seeds)) == len(seeds)
-        return [Answer(f"re {chat[-1]['content']}", 3, "length" if chat[-1]["content"].endswith("11.1") else "stop") for chat in chats]
+        for n, chat in enumerate(chats):
+            take(n, Answer(f"re {chat[-1]['content']}", 3, "length" if chat[-1]["content"].endswith("11.1") else "stop"))
 
     with AnswerFile(out) as file:
-        tally = answer_in_batches(open_dialogues(talks, lambda p: {}, file), answer=answer, file=file, batch_size=8)
+        todo = open_dialogues(talks, lambda p: {}, file)
+        tally = answer_in_batches(todo, answer=answer, file=file, batch_size=8, batches=batches)
         assert (tally.answered, tally.turns, tally.tokens) == (40, 78, 234) and tally.shortened == 1
     found = {c.id: c for c in read_conversations(out)}
     assert {name: len(c.messages) for name, c in found.items()} == {p.id: 4 if p.id == "c11" else 2 * len(p.turns) for p in talks}
     assert found["c11"].finish_reason == "length"
-    assert max(map(len, asked)) == 8 and len(asked) <= 12 and max(waiting) <= 24
-    assert sum(max(sizes) - min(sizes) for sizes in asked) <= 2 * len(asked), "prompts of unlike lengths share a batch"
+    assert max(map(len, asked)) == 8 * batches and len(asked) <= calls and max(waiting) <= under_way
+    assert sum(max(sizes) - min(sizes) for sizes in asked) <= 2 * len(asked) * batches, "prompts of unlike lengths share a call"
+
+
+def test_answers_wait_for_the_end_of_the_call(tmp_path: Path) -> None:
+    out, there = tmp_path / "a", 0
+
+    def answer(chats: Sequence, settings: Mapping, seeds: Sequence[int], take: Take) -> None:
+        nonlocal there
+        for n in (3, 0, 5):
+            take(n, Answer("x", 1, "stop"))
+        there = out.read_bytes().count(b"\n")
+        raise RuntimeError("the machine is gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        run(out, answer, prompts=PROMPTS[:6], batch_size=6)
+    assert there == 3
+    again = Answerer()
+    assert run(out, again, prompts=PROMPTS[:6], batch_size=6) == 3 and len(again.asked) == 3
 
 
 def test_prompt_that_is_too_long_stops_the_run_or_loses_its_first_turns(tmp_path: Path) -> None:
@@ -304,9 +329,10 @@ from pathlib import Path
 from spectrain.data.formats import Prompt
 from spectrain.data.regenerate import Answer, regenerate
 
-def answer(chats, settings, seeds):
-    time.sleep(0.01)
-    return [Answer("x" * 3000, len(chat), "stop") for chat in chats]
+def answer(chats, settings, seeds, take):
+    for n, chat in enumerate(chats):
+        time.sleep(0.003)
+        take(n, Answer("x" * 3000, len(chat), "stop"))
 
 prompts = [Prompt(f"id{i}", "chat", (f"question {i % 90}", "more")[: 1 + i % 2], "s") for i in range(100)]
 regenerate(prompts, answer=answer, settings=lambda p: {"hot": p.id[-1] == "3"}, out=Path(sys.argv[1]), batch_size=4)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spectrain.data.formats import Prompt
-from spectrain.data.regenerate import Answer, regenerate
+from spectrain.data.regenerate import Answer, Take, regenerate
 
 TEXTS = ["same", "same", *(f"question {i}" for i in range(8))]
 
@@ -20,11 +20,11 @@ def answered(out: Path, order: Sequence[int], calls: int = 99) -> list[str]:
     """What is asked until the server is gone, after so many calls."""
     asked: list[str] = []
 
-    def answer(chats: Sequence, settings: Mapping, seeds: Sequence[int]) -> list[Answer]:
+    def answer(chats: Sequence, settings: Mapping, seeds: Sequence[int], take: Take) -> None:
         if len(asked) >= calls:
             raise ConnectionError
         asked.append(chats[0][0]["content"])
-        return [Answer(f"re {asked[-1]}", 1, "stop")]
+        take(0, Answer(f"re {asked[-1]}", 1, "stop"))
 
     regenerate(prompts(order), answer=answer, settings=lambda p: {}, out=out, batch_size=1)
     return asked
