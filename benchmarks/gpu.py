@@ -76,16 +76,16 @@ def of_models(part: str, options: argparse.Namespace, sizes: Sizes, device: torc
 
 
 def run(part: str, options: argparse.Namespace, device: torch.device, about: dict[str, Any], folder: Path) -> str:
-    """Measure a part, keep what is there row by row, and return its table."""
-    sizes, rows = sizes_of(options), []
+    """Measure a part, keep rows and table after each row, and return the table."""
+    sizes, rows, page = sizes_of(options), [], ""
     found = of_attention(options, sizes, device, about["copy"]) if part == "a" else of_models(part, options, sizes, device, about["copy"])
     about = {**about, "context": sizes.context}
     with torch.inference_mode(part == "a"):  # generate() sees to it itself
         for row in tqdm(found, desc=NAMES[part], unit="row", disable=None):
             rows.append(row)
             (folder / f"{NAMES[part]}.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    page = gpu_attention.page(rows, about) if part == "a" else gpu_tables.page(part, rows, about)
-    (folder / f"{NAMES[part]}.md").write_text(page)
+            page = gpu_attention.page(rows, about) if part == "a" else gpu_tables.page(part, rows, about)
+            (folder / f"{NAMES[part]}.md").write_text(page)
     return page
 
 

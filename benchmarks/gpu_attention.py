@@ -6,6 +6,7 @@ round. Bandwidth counts keys and values once. What is made once a round (mask, b
 """
 
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -99,7 +100,7 @@ def ways_of(case: Case, given: Inputs) -> tuple[Ways, dict[str, Callable[[], Any
     def blocks() -> Any:
         return block_mask(sees(view()), case.batch, None, case.nodes, slots, device=str(device))
 
-    dense_B1NS, view_B1NC, blocks_made = given.slabs.visible(given.line_BNN), view(), blocks()
+    dense_B1NS, view_B1NC, blocks_made = given.slabs.visible(given.line_BNN), view(), functools.cache(blocks)
 
     def by_kernel(i: int) -> Tensor:
         return tree_attention_triton.attend_packed(given.q_BHND, *given.caches[i], view_B1NC, scale=scale)
@@ -108,7 +109,7 @@ def ways_of(case: Case, given: Inputs) -> tuple[Ways, dict[str, Callable[[], Any
         return tree_attention.attend(given.q_BHND, *given.caches[i], dense_B1NS, scale=scale).transpose(1, 2)
 
     def by_flex(i: int) -> Tensor:
-        return flex(given.q_BHND, *given.caches[i], block_mask=blocks_made, scale=scale, enable_gqa=True).transpose(1, 2)
+        return flex(given.q_BHND, *given.caches[i], block_mask=blocks_made(), scale=scale, enable_gqa=True).transpose(1, 2)
 
     ways = {"kernel": by_kernel, "sdpa": by_sdpa, "flex": by_flex}
     return ways, {"kernel": view, "sdpa": lambda: given.slabs.visible(given.line_BNN), "flex": blocks}

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # scripts/gpu_check.sh [--python EXE] [--torch-index URL] [--venv DIR] [--parts tests,kernels,sanitizer,exactness,a,b,c,d,decoding] [options of benchmarks/decoding.py]
 #
-# On a machine with a GPU, part by part (all of them, or those named, each a few minutes): the tests; the tests of the kernels alone, on
-# the device; the kernels under compute-sanitizer where it is installed; the short exactness grid on the device, drafts verified by
-# recorded passes; the parts of benchmarks/gpu.py, whose tables go to benchmarks/results/<device>/; and, with --target FOLDER, the decoding
-# benchmark on a real model. With --python (first) that interpreter is used as it is and nothing is installed.
+# On a machine with a GPU, part by part (all of them, or those named, each a few minutes): the tests, which are of a CPU and do not see
+# the device; the tests of kernels and recorded passes on the device; the kernels under compute-sanitizer where it is installed; the short
+# exactness grid on the device, drafts verified by recorded passes; the parts of benchmarks/gpu.py, whose tables go to
+# benchmarks/results/<device>/; and, with --target FOLDER, the decoding benchmark on a real model. With --python (first) that interpreter
+# is used as it is and nothing is installed.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh
 setup_or_python "$@"
 
-PARTS=tests,sanitizer,exactness,a,b,c,d
+PARTS=tests,kernels,sanitizer,exactness,a,b,c,d
 OPTIONS=()
 while ((${#REST[@]})); do
   case ${REST[0]} in
@@ -45,8 +46,8 @@ sanitized() {
 for part in ${PARTS//,/ }; do
   echo "== $part"
   case $part in
-    tests) "$PY" -m pytest -q -m "not slow and not engine" ;;
-    kernels) "$PY" -m pytest -q tests/kernels ;;
+    tests) CUDA_VISIBLE_DEVICES='' "$PY" -m pytest -q -m "not slow and not engine" ;;
+    kernels) "$PY" -m pytest -q tests/kernels tests/decoding/test_rounds.py ;;
     sanitizer) sanitized ;;
     exactness) "$PY" benchmarks/exactness.py --quick --device cuda ;;
     d) "$PY" benchmarks/gpu.py --parts d --models 8b ;; # transformers compiles a model for a minute at each batch

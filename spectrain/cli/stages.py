@@ -18,7 +18,7 @@ from spectrain.cli.joint import JointProbe, change_of, changed_line
 from spectrain.cli.probe import Probe
 from spectrain.cli.regenerate import TargetAnswerer
 from spectrain.cli.start import check_no_run, weights_hash
-from spectrain.cli.wiring import as_drafter
+from spectrain.cli.wiring import as_drafter, dtype_beside
 from spectrain.config import AnswersConfig, PrepareConfig, Recipe, RegenerateConfig, dump_yaml
 from spectrain.data.answers import AnswerFile
 from spectrain.data.batches import Samples
@@ -321,6 +321,6 @@ def probe_rows(rows: Sequence[Row]) -> list[Row]:
 def open_head(folder: Path, target: Target) -> Any:
     """A head directory on the target's device; ValueError when it was trained for another target."""
     check_no_run(folder)
-    head = load_head(folder, device=str(target.device))
+    head = load_head(folder, device=str(target.device), dtype=dtype_beside(target))
     check_head(head, target.fingerprints, target.name, target.tokenizer)
     return head

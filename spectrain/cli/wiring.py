@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from spectrain.decoding.drafter import Drafter
 from spectrain.decoding.generate import Result
 from spectrain.decoding.generate import generate as run
@@ -25,8 +27,14 @@ def as_drafter(drafter: Any) -> Drafter:
     return found
 
 
+def dtype_beside(target: Target) -> torch.dtype:
+    """The precision of a head that drafts for this target: float32, but bfloat16 for a target in 16 bits on a GPU, where a draft costs
+    the bytes that it reads."""
+    return torch.bfloat16 if target.device.type == "cuda" and target.model.dtype.itemsize == 2 else torch.float32
+
+
 def load_head(where: str | Path, target: Target | None = None, revision: str | None = None) -> Any:
-    """A draft head from a head directory or a Hub repository ("user/repo"), on the target's device.
+    """A draft head from a head directory or a Hub repository ("user/repo"), on the target's device (`dtype_beside`: its precision).
 
     revision: of the repository, a branch, tag or commit; `head.made_with["hub"]` says which commit was read. Only weights and settings are
     fetched. ValueError for what is neither a folder nor a repository, and, with a target, when the head was trained for another one
@@ -42,7 +50,7 @@ def load_head(where: str | Path, target: Target | None = None, revision: str | N
             raise ValueError(f"there is no folder {where}, and from the Hub: {error}") from error
     elif revision is not None and folder.exists():
         raise ValueError(f"{where} is a folder here, which has no revision {revision!r}; leave revision out")
-    head = read_head(folder, device=str(target.device) if target else "cpu")
+    head = read_head(folder, device=str(target.device), dtype=dtype_beside(target)) if target else read_head(folder)
     if commit is not None:
         head.made_with = {**head.made_with, "hub": f"{where}@{commit}"}
     if target is not None:

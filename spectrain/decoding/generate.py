@@ -111,7 +111,7 @@ def generate(
     finish = getattr(batch.session, "finish", None)
     if finish is not None:
         finish([(row.ids, row.prompt_length) for row in rows])
-    made: Mode = "eager" if passes.mode == "graphs" and batch.graphs is None else passes.mode
+    made: Mode = "eager" if passes.mode == "graphs" and (batch.graphs is None or batch.graphs.failed) else passes.mode
     return Result(rows=[_result(row) for row in rows], seconds=time.perf_counter() - started, rule=rule, law=law, mode=made)
 
 

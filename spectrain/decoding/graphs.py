@@ -35,7 +35,7 @@ class _Recording:
 class Graphs:
     """Recorded passes of one generation, by name, key and shapes. One that cannot be recorded ends recording, with a line in the log.
 
-    open: makes a recorder. uses: of a pass before it is recorded.
+    open: makes a recorder. uses: of a pass before it is recorded. failed: whether one could not be recorded.
     """
 
     open: Callable[[], Recorder]
@@ -43,7 +43,7 @@ class Graphs:
     _record: Recorder | None = field(default=None, init=False)
     _seen: dict[Hashable, int] = field(default_factory=dict, init=False)
     _recordings: dict[Hashable, _Recording] = field(default_factory=dict, init=False)
-    _failed: bool = field(default=False, init=False)
+    failed: bool = field(default=False, init=False)
 
     def call(self, name: str, key: Hashable, function: Pass, *inputs: Tensor) -> tuple[Tensor, ...]:
         """function(*inputs). What it returns is good until the next call, of whatever name: all recordings share their memory.
@@ -54,7 +54,7 @@ class Graphs:
         found = self._recordings.get(key)
         if found is None:
             self._seen[key] = self._seen.get(key, 0) + 1
-            found = self._recorded(name, function, inputs) if self._seen[key] > self.uses and not self._failed else None
+            found = self._recorded(name, function, inputs) if self._seen[key] > self.uses and not self.failed else None
             if found is None:
                 return function(*inputs)
             self._recordings[key] = found
@@ -70,7 +70,7 @@ class Graphs:
             return _Recording(mine, *self._record(lambda: function(*mine)))
         except Exception as error:  # models do anything in a pass, and CUDA says so in many ways
             log.warning("no graph of %s (%s); going on without graphs", name, " ".join(str(error).split("\n")[:2]).strip())
-            self._failed = True
+            self.failed = True
             return None
 
     def forget(self) -> None:
@@ -96,7 +96,7 @@ def cuda_graphs(device: torch.device) -> Recorder:
             with torch.cuda.stream(side):
                 function()  # what a library sets up at its first call must not be recorded
             main.wait_stream(side)
-            with torch.cuda.graph(graph, pool=pool, stream=side):
+            with torch.cuda.stream(main), torch.cuda.graph(graph, pool=pool, stream=side):  # a capture that fails leaves its own stream on
                 outputs = function()
         return outputs, partial(replay, graph)
 

@@ -45,6 +45,11 @@ def grow(
     return _static(round, layouts[round.shape], root_B1, logits_BV, extend, vocabulary)
 
 
+def _limits(round: Round, device: torch.device) -> Tensor:
+    """Most drafts on a path [B, 1], by row; a device that already drafts is not waited for."""
+    return torch.tensor(round.limits()).to(device, non_blocking=True)[:, None]
+
+
 class _Vocabulary:
     """Draft logits in the form that tokens are chosen in: over the target's vocabulary where laws or processors need it.
 
@@ -78,7 +83,7 @@ class _Draft:
         self.keep_BN = torch.ones(B, N, dtype=torch.bool, device=device)
         if round.depth_B is not None:
             depth_N = layout.ancestors_NN.sum(-1) - 1
-            self.keep_BN = depth_N <= torch.tensor(round.limits(), device=device)[:, None]
+            self.keep_BN = depth_N <= _limits(round, device)
         self.chance_BN = torch.ones(B, N, device=device)  # of the path to each node, by the drafter
         self.q_BNV: Tensor | None = None
 
@@ -247,8 +252,7 @@ def _pruned(round: Round, root_B1: Tensor, found: _Candidates, *, budget: int) -
     score_BN = found.scores_BC.gather(1, kept_BN)
     keep_BN = torch.cat([torch.ones_like(root_B1, dtype=torch.bool), score_BN > float("-inf")], dim=1)
     if round.depth_B is not None:
-        limit_B1 = torch.tensor(round.limits(), device=root_B1.device)[:, None]
-        keep_BN[:, 1:] &= found.depth_BC.gather(1, kept_BN) <= limit_B1
+        keep_BN[:, 1:] &= found.depth_BC.gather(1, kept_BN) <= _limits(round, root_B1.device)
     expected_B = (score_BN.exp() * keep_BN[:, 1:]).sum(-1) if round.estimate else None
     tokens_BN, parents_BN, num_B, _ = drop_nodes(tokens_BN, parents_BN, keep_BN)
     return DraftTree(tokens_BN, parents_BN, num_B, "point_mass", expected_B=expected_B)

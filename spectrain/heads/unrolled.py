@@ -118,6 +118,12 @@ class UnrolledHead(HeadModule):
         # Kept out of the module's tensors: a cast to bfloat16 would ruin the positions.
         self._frequencies = frequencies
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As of any module. The frequencies go where the weights go: brought there in each pass, the host would wait for the device."""
+        found = super()._apply(fn, recurse)
+        self._frequencies = self._frequencies.to(next(self.parameters()).device)
+        return found
+
     @property
     def cache_layers(self) -> tuple[int, int, int]:
         return len(self.layers), self.config.num_key_value_heads, self.config.head_dim

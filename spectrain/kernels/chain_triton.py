@@ -144,6 +144,7 @@ def verify_chain(
     length_B, next_B = torch.empty_like(num_B), torch.empty_like(num_B)
     given = (p_BNV, q_BNV, tokens_BN, num_B, p_sums_RC, q_sums_RC, left_RC)
     blocks = {"BLOCK_N": triton.next_power_of_2(N), "BLOCK_C": triton.next_power_of_2(C), "BLOCK_V": draw_triton.CHUNK}
-    _surplus_kernel[(B, N, C)](*given, V, C, N, WHOLE=whole, **blocks, num_warps=8)
-    _verdict_kernel[(B,)](*given, tests_BN, ends_BN, path_BK, length_B, next_B, V, C, N, WHOLE=whole, **blocks, num_warps=8)
+    with torch.cuda.device_of(p_BNV):
+        _surplus_kernel[(B, N, C)](*given, V, C, N, WHOLE=whole, **blocks, num_warps=8)
+        _verdict_kernel[(B,)](*given, tests_BN, ends_BN, path_BK, length_B, next_B, V, C, N, WHOLE=whole, **blocks, num_warps=8)
     return path_BK, length_B, next_B

@@ -106,10 +106,11 @@ def divergence_rows(
     assert z_NV.dtype == log_p_NV.dtype == torch.float32 and z_NV.stride(1) == log_p_NV.stride(1) == 1
     loss_N, alpha_N, lse_N = (torch.empty(N, device=z_NV.device) for _ in range(3))
     rank_N = torch.empty(N, dtype=torch.int64, device=z_NV.device)
-    _divergence_kernel[(N,)](
-        z_NV, log_p_NV, best_N, loss_N if more_N is None else more_N, loss_N, alpha_N, rank_N, lse_N, z_NV.stride(0), log_p_NV.stride(0), V,
-        mix.soft_ce, mix.kl, mix.reverse_kl, mix.jsd, mix.tv, mix.lk_alpha, mix.lk_lambda, mix.lk_scale, mix.lk_decay,
-        MORE=more_N is not None, LOGS=mix.logs, OVERLAP=mix.overlap, GRADIENT=gradient, BLOCK=min(BLOCK, triton.next_power_of_2(V)),
-        num_warps=8, enable_fp_fusion=True,
-    )  # fmt: skip
+    with torch.cuda.device_of(z_NV):
+        _divergence_kernel[(N,)](
+            z_NV, log_p_NV, best_N, loss_N if more_N is None else more_N, loss_N, alpha_N, rank_N, lse_N, z_NV.stride(0),
+            log_p_NV.stride(0), V, mix.soft_ce, mix.kl, mix.reverse_kl, mix.jsd, mix.tv, mix.lk_alpha, mix.lk_lambda, mix.lk_scale,
+            mix.lk_decay, MORE=more_N is not None, LOGS=mix.logs, OVERLAP=mix.overlap, GRADIENT=gradient,
+            BLOCK=min(BLOCK, triton.next_power_of_2(V)), num_warps=8, enable_fp_fusion=True,
+        )  # fmt: skip
     return loss_N, alpha_N, rank_N, lse_N

@@ -78,7 +78,8 @@ def uniform(seed_B: Tensor, length_B: Tensor, node_BX: Tensor, role: int, number
     node_BX = node_BX.contiguous()
     stride = X if node_BX.dim() == 2 else 0
     given = (seed_B.contiguous(), length_B.contiguous(), node_BX, u_BX, stride, X, number)
-    _uniform_kernel[(B,)](*given, ROLE=role, BLOCK_X=triton.next_power_of_2(X), num_warps=1)
+    with torch.cuda.device_of(u_BX):
+        _uniform_kernel[(B,)](*given, ROLE=role, BLOCK_X=triton.next_power_of_2(X), num_warps=1)
     return u_BX
 
 
@@ -86,7 +87,8 @@ def chunk_sums(p_RV: Tensor) -> Tensor:
     """The mass of each chunk of each law, float64 [R, C]."""
     R, V = p_RV.shape
     sum_RC = torch.empty(R, triton.cdiv(V, CHUNK), dtype=torch.float64, device=p_RV.device)
-    _sum_kernel[tuple(sum_RC.shape)](p_RV, sum_RC, p_RV.stride(0), V, BLOCK_V=CHUNK, num_warps=4)
+    with torch.cuda.device_of(p_RV):
+        _sum_kernel[tuple(sum_RC.shape)](p_RV, sum_RC, p_RV.stride(0), V, BLOCK_V=CHUNK, num_warps=4)
     return sum_RC
 
 
@@ -98,5 +100,6 @@ def draw(p_BXV: Tensor, u_BX: Tensor) -> Tensor:
     R, C = sum_RC.shape
     token_R = torch.empty(R, dtype=torch.int64, device=p_RV.device)
     blocks = {"BLOCK_C": triton.next_power_of_2(C), "BLOCK_V": CHUNK}
-    _draw_kernel[(R,)](p_RV, sum_RC, u_BX.double().contiguous(), token_R, V, V, C, **blocks, num_warps=8)
+    with torch.cuda.device_of(p_RV):
+        _draw_kernel[(R,)](p_RV, sum_RC, u_BX.double().contiguous(), token_R, V, V, C, **blocks, num_warps=8)
     return token_R.view(u_BX.shape)

@@ -3,6 +3,7 @@
 Legend: X slabs, B rows, G key/value heads, S slots, D head size, K path length.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,7 +32,8 @@ def move_path_(slab_XBGSD: Tensor, lengths_B: Tensor, path_BK: Tensor) -> None:
     X, B, G, _, D = slab_XBGSD.shape
     K = path_BK.shape[1]
     assert slab_XBGSD.stride(4) == 1 and slab_XBGSD.stride(3) == D and lengths_B.is_contiguous()
-    _path_kernel[(B * G, X)](
-        slab_XBGSD, lengths_B, path_BK.contiguous(), B, G, K, *slab_XBGSD.stride()[:3], D, BLOCK_K=BLOCK_K,
-        BLOCK_D=triton.next_power_of_2(D), num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+    with torch.cuda.device_of(slab_XBGSD):
+        _path_kernel[(B * G, X)](
+            slab_XBGSD, lengths_B, path_BK.contiguous(), B, G, K, *slab_XBGSD.stride()[:3], D, BLOCK_K=BLOCK_K,
+            BLOCK_D=triton.next_power_of_2(D), num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip

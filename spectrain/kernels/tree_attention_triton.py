@@ -191,17 +191,18 @@ def attend_packed(
     part_PXD = torch.empty(B * G * P * N * R if P > 1 else 0, D, dtype=torch.float32, device=q_BHND.device)
     lse_PX = torch.empty(len(part_PXD), dtype=torch.float32, device=q_BHND.device)
     sinks = view_B1NC if sinks_H is None else sinks_H.contiguous()  # some pointer where none is read
-    _attend_kernel[(num_tiles, P, B * G)](
-        q_BHND, k_BGSD, v_BGSD, view_B1NC, sinks, o_BNHD, part_PXD, lse_PX, *q_BHND.stride()[:3], *k_BGSD.stride()[:3],
-        *v_BGSD.stride()[:3], G, N, D, P, float(scale), float(softcap or 0.0), R=R, FIELDS=FIELDS, WORDS=words,
-        SOFTCAP=softcap is not None, SINKS=sinks_H is not None, ALONE=P == 1, WHOLE=wide == D, WIDEN=q_BHND.device.type == "cpu",
-        BLOCK_X=size.x, BLOCK_S=size.slots, BLOCK_D=wide, num_warps=size.warps, num_stages=size.stages, enable_fp_fusion=True,
-    )  # fmt: skip
-    if P > 1:
-        _join_kernel[(N * R, B * G)](
-            part_PXD, lse_PX, sinks, o_BNHD, G, N, D, P, R=R, SINKS=sinks_H is not None, BLOCK_P=triton.next_power_of_2(P), BLOCK_D=wide,
-            enable_fp_fusion=True,
+    with torch.cuda.device_of(q_BHND):  # triton launches on the current device, wherever the tensors are
+        _attend_kernel[(num_tiles, P, B * G)](
+            q_BHND, k_BGSD, v_BGSD, view_B1NC, sinks, o_BNHD, part_PXD, lse_PX, *q_BHND.stride()[:3], *k_BGSD.stride()[:3],
+            *v_BGSD.stride()[:3], G, N, D, P, float(scale), float(softcap or 0.0), R=R, FIELDS=FIELDS, WORDS=words,
+            SOFTCAP=softcap is not None, SINKS=sinks_H is not None, ALONE=P == 1, WHOLE=wide == D, WIDEN=q_BHND.device.type == "cpu",
+            BLOCK_X=size.x, BLOCK_S=size.slots, BLOCK_D=wide, num_warps=size.warps, num_stages=size.stages, enable_fp_fusion=True,
         )  # fmt: skip
+        if P > 1:
+            _join_kernel[(N * R, B * G)](
+                part_PXD, lse_PX, sinks, o_BNHD, G, N, D, P, R=R, SINKS=sinks_H is not None, BLOCK_P=triton.next_power_of_2(P),
+                BLOCK_D=wide, enable_fp_fusion=True,
+            )  # fmt: skip
     return o_BNHD
 
 

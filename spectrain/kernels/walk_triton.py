@@ -40,5 +40,6 @@ def walk(choice_BN: Tensor, tokens_BN: Tensor, parents_BN: Tensor, num_B: Tensor
     path_BK = tokens_BN.new_empty(B, N - 1)
     length_B, next_B = torch.empty_like(num_B), torch.empty_like(num_B)
     given = (t.contiguous() for t in (choice_BN, tokens_BN, parents_BN, num_B))
-    _walk_kernel[(B,)](*given, path_BK, length_B, next_B, N, BLOCK_N=triton.next_power_of_2(N), num_warps=1, enable_fp_fusion=True)
+    with torch.cuda.device_of(tokens_BN):
+        _walk_kernel[(B,)](*given, path_BK, length_B, next_B, N, BLOCK_N=triton.next_power_of_2(N), num_warps=1, enable_fp_fusion=True)
     return path_BK, length_B, next_B

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import typer
 from click.testing import Result
 
 from spectrain.cli import guarded, room
+from spectrain.cli.wiring import dtype_beside
 from spectrain.evaluation.processes import Processes
 from spectrain.planning.machines import GiB
 
@@ -61,6 +63,14 @@ def test_process_takes_a_device_of_another_one() -> None:
     assert [room.device_of(asked, second) for asked in (None, "auto", "cpu")] == ["cpu"] * 3
     with pytest.raises(ValueError, match="device meta was asked for, and 2 processes were started, .* leave it out"):
         room.device_of("meta", second)
+
+
+def test_head_reads_twice_the_bytes_of_its_target() -> None:
+    for device, dtype, expected in (
+        ("cuda:1", torch.float16, torch.bfloat16), ("cuda", torch.float32, torch.float32), ("cpu", torch.bfloat16, torch.float32),
+    ):  # fmt: skip
+        target = SimpleNamespace(device=torch.device(device), model=SimpleNamespace(dtype=dtype))
+        assert dtype_beside(target) == expected
 
 
 def test_weights_are_read_before_room_is_missed(cli: Callable[..., Result], project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

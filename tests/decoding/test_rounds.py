@@ -127,14 +127,21 @@ class Calls(TorchFunctionMode):
         if listed or name in ("tensor", "new_tensor", "as_tensor", "asarray", "from_numpy"):
             self.sent.append(len(self.names))
         self.names.append(name)
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.is_meta and name in ("to", "copy_") and not all(t.is_meta for t in tensors(args)):
+            self.sent.append(len(self.names) - 1)
+        return found
 
 
-@pytest.mark.parametrize("shape", [Chain(4), Tree.static(PATHS), Tree.dynamic(3, 3, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("eagle3", shape) for shape in (Chain(4), Tree.static(PATHS), Tree.dynamic(3, 3, 8))] + [(kind, Chain(3)) for kind in KINDS],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_something_is_sent_to_a_device_at_work(target: Target, make_head, shape: Shape, temperature: float) -> None:
-    """A copy from the host's own memory waits for all that was asked of the device before."""
-    rounds = MetaRounds(target, make_head(target), shape, "auto", temperature)
+def test_something_is_sent_to_a_device_at_work(target: Target, kind: str, shape: Shape, temperature: float) -> None:
+    """A copy from the host's own memory waits for all that was asked of the device before, and cannot be recorded."""
+    rounds = MetaRounds(target, random_head(kind, target, **KINDS[kind]), shape, "auto", temperature)
     with torch.inference_mode():
         rounds.play()
         with Calls() as seen:
@@ -248,6 +255,8 @@ def test_pass_that_cannot_be_recorded_ends_the_answer(
     assert [r.tokens for r in found] == [r.tokens for r in expected]
     (line,) = [r.getMessage() for r in caplog.records if "graph" in r.getMessage()]
     assert line.endswith("(operation not permitted when stream is capturing more); going on without graphs")
+    graphs = Graphs(lambda: fails, uses=0)
+    assert not graphs.failed and graphs.call("pass", None, lambda t: (t + 1,), torch.ones(1))[0] == 2 and graphs.failed
 
 
 def test_graphs_are_missing_without_a_word(caplog: pytest.LogCaptureFixture) -> None:

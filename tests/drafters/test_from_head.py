@@ -106,7 +106,7 @@ def test_cache_keeps_the_heads_own_guesses(target: Target, make_head, seen, shap
 def test_rounds_without_a_draft_confuse_the_head(target: Target, make_head, seen) -> None:
     """Settled tokens wait while nothing is drafted, by different numbers in each row and for longer than they may."""
     head, policy = make_head(target), Adaptive("ema", off_below=9.0, probe_after=5, probe_most=40)
-    generate(target, PROMPTS, drafter=HeadDrafter(head), shape=Chain(3), policy=policy, eos=None, max_new_tokens=60)
+    generate(target, PROMPTS, drafter=HeadDrafter(head), shape=Chain(3), policy=policy, eos=None, max_new_tokens=100)
     longest = [max(map(len, committed)) for committed, *_ in seen]
     assert len(seen) > 3 and max(after - before for before, after in zip(longest, longest[1:], strict=False)) > LATER
     for committed, logits, lengths, tree in seen:

@@ -83,7 +83,8 @@ def test_half_precision_takes_packed_float32(make_target) -> None:
     target = make_target()
     target.model.to(torch.bfloat16)
     assert choose(target, "auto", passes=COMPILE_PASSES) == "eager"
-    with pytest.raises(ValueError, match="compile=True is for float32 on a cpu, or attention='triton' on cuda; tiny is bfloat16 on cpu; use compile='auto'"):
+    told = "compile=True is for float32 on a cpu, or attention='triton' on cuda; tiny is bfloat16 on cpu; use compile='auto'"
+    with pytest.raises(ValueError, match=told):
         choose(target, True, passes=1)
 
 
