@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 LEVELS = 127  # of int8, symmetric
-KEPT = 4  # channels of a token and state kept apart, 4 bytes each
+MARK = -128  # the code of a channel kept apart: the one that int8 has to spare
+KEPT = 4  # channels of a token and state kept apart, 2 bytes each beside their code
 FIELDS = ("codes", "scale", "place", "kept")
 
 
@@ -24,8 +25,9 @@ FIELDS = ("codes", "scale", "place", "kept")
 class Codes:
     """codes [..., F]: float32, bfloat16, float16 or int8.
 
-    With int8, one a token and state: scale [..., S] float32, and for the K channels kept apart place [..., S, K] int16 (their number
-    within the state) and kept [..., S, K] bfloat16 (their value). None otherwise.
+    With int8, one a token and state: scale [..., S] bfloat16 and, for the K channels kept apart, whose code is MARK, their values
+    kept [..., S, K] bfloat16 in the order of the channels. None otherwise. place [..., S, K] int16: numbers of these channels within
+    the state, in stores of format 2, which had no marks and float32 scales.
     """
 
     codes: Tensor
@@ -42,9 +44,11 @@ class Codes:
         """The states [..., F], float32."""
         if self.scale is None:
             return self.codes.float()
-        parts = self.codes.unflatten(-1, (self.scale.shape[-1], -1)) * self.scale[..., None]
-        if self.place is not None and self.kept is not None:
-            parts = parts.scatter(-1, self.place.long(), self.kept.float())
+        codes = self.codes.unflatten(-1, (self.scale.shape[-1], -1))
+        parts = codes * self.scale.float()[..., None]
+        if self.kept is not None:
+            place = _marked(codes, self.kept.shape[-1]) if self.place is None else self.place.long()
+            parts = parts.scatter(-1, place, self.kept.float())
         return parts.flatten(-2)
 
     def to(self, device: torch.device | str) -> "Codes":
@@ -58,6 +62,11 @@ class Codes:
         return Codes(**{name: change(t) for name, t in self.tensors.items()})
 
 
+def _marked(codes: Tensor, count: int) -> Tensor:
+    """Numbers, rising, of the marked channels: the smallest codes. Of padding, all zeros, any: what is kept of it is zero, too."""
+    return codes.topk(count, largest=False, sorted=False).indices.sort().values
+
+
 def encode(x: Tensor, *, states: int, kind: str) -> Codes:
     """x [..., F] of `states` states side by side: as it is (`exact`), as `bf16`, or as `int8` (round to nearest, scale = largest
     magnitude of a token's state / 127, its K largest channels kept apart)."""
@@ -67,17 +76,17 @@ def encode(x: Tensor, *, states: int, kind: str) -> Codes:
         return Codes(x.bfloat16())
     assert kind == "int8" and x.shape[-1] // states < 2**15, kind
     parts = x.float().unflatten(-1, (states, -1))
-    place = parts.abs().topk(min(KEPT, parts.shape[-1]), sorted=False).indices
+    place = parts.abs().topk(min(KEPT, parts.shape[-1]), sorted=False).indices.sort().values
     kept = parts.gather(-1, place)
     rest = parts.scatter(-1, place, 0.0)
-    scale = rest.abs().amax(-1).clamp(min=1e-12) / LEVELS
-    codes = (rest / scale[..., None]).round_().to(torch.int8)
-    return Codes(codes.flatten(-2), scale, place.to(torch.int16), kept.bfloat16())
+    scale = (rest.abs().amax(-1).clamp(min=1e-12) / LEVELS).bfloat16()
+    codes = (rest / scale.float()[..., None]).round_().to(torch.int8)  # a scale rounded down leaves 127.25 at most
+    return Codes(codes.scatter_(-1, place, MARK).flatten(-2), scale, kept=kept.bfloat16())
 
 
 def bytes_a_token(*, width: int, states: int, kind: str) -> int:
     """Bytes that `states` states of one token take."""
-    return 2 * width * states if kind == "bf16" else states * (width + 4 + 4 * min(KEPT, width))
+    return 2 * width * states if kind == "bf16" else states * (width + 2 + 2 * min(KEPT, width))
 
 
 def concatenate(parts: Sequence[Codes]) -> Codes:

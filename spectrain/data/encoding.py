@@ -1,5 +1,6 @@
 """Items -> rows in worker processes: the part of `spectrain prepare` that takes the time. Results come in the order of the input."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -9,33 +10,39 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from spectrain.config import PrepareConfig
-from spectrain.data.filters import Questions, asked_texts, key64
+from spectrain.data.filters import Questions, asked_texts
 from spectrain.data.formats import Item, Prompt
 from spectrain.data.masking import ChatEncoder, Encoded
-from spectrain.data.rows import Row
+from spectrain.data.rows import Columns, Row
 from spectrain.data.sources import RawRow
 
 MASK_RULE = 1  # raised whenever ids or mask of the same conversation change: what was prepared before is then made anew
-AHEAD = 3  # chunks a worker that wait or are done: none is idle while the first is written
+AHEAD = 5  # chunks a worker that wait or are done: none is idle while a stretch is written
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one item: its rows with digest and key (a hash of the token ids), or the reason why there are none (a name of
-    `coverage.REASONS`) and why. turns: assistant turns; taught: those supervised somewhere. not_compared: its text is not known."""
+    """What became of one item: how many rows, or the reason why there are none (a name of `coverage.REASONS`) and why. turns: assistant
+    turns; taught: those supervised somewhere. not_compared: its text is not known."""
 
     reason: str = ""
     why: str = ""
-    rows: list[Row] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)
+    rows: int = 0
     turns: int = 0
     taught: tuple[int, ...] = ()
     not_compared: bool = False
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What became of the items of a chunk, in order, and the rows of them all."""
+
+    items: list[Outcome]
+    rows: Columns
 
 
 class Encoding:
@@ -53,15 +60,18 @@ class Encoding:
     def __reduce__(self) -> tuple[Any, ...]:
         return Encoding, self._made_from
 
-    def __call__(self, items: Sequence[Item]) -> list[Outcome]:
+    def __call__(self, items: Sequence[Item]) -> Outcomes:
         texts = [asked_texts(item) for item in items] if len(self._questions) else []
         faults = [self._questions.fault(turns) for turns in texts] or [""] * len(items)
         found = iter(self._encoder.encode([item for item, fault in zip(items, faults, strict=True) if not fault]))
         unknown = [not turns for turns in texts] or [False] * len(items)
-        outcomes = []
+        outcomes: list[Outcome] = []
+        rows: list[Row] = []
         for item, fault, hidden in zip(items, faults, unknown, strict=True):
-            outcomes.append(_asked(fault) if fault else _outcome(item, next(found), hidden))
-        return outcomes
+            result = None if fault else next(found)
+            outcomes.append(_outcome(item, result, hidden) if result else _asked(fault))
+            rows += result.rows if isinstance(result, Encoded) else []
+        return Outcomes(outcomes, Columns.of(rows))
 
 
 def _asked(fault: str) -> Outcome:
@@ -73,10 +83,7 @@ def _asked(fault: str) -> Outcome:
 def _outcome(item: Item, result: Encoded | ValueError, not_compared: bool) -> Outcome:
     if isinstance(result, ValueError):
         return Outcome(reason="unanswered" if isinstance(item, Prompt) else "refused", why=str(result), not_compared=not_compared)
-    return Outcome(
-        rows=result.rows, digests=[row.digest for row in result.rows], keys=[key64(row.ids_L.tobytes()) for row in result.rows],
-        turns=result.turns, taught=result.taught, not_compared=not_compared,
-    )  # fmt: skip
+    return Outcome(rows=len(result.rows), turns=result.turns, taught=result.taught, not_compared=not_compared)
 
 
 class HasItems(Protocol):
@@ -89,7 +96,7 @@ class HasItems(Protocol):
 C = TypeVar("C", bound=HasItems)
 
 
-def encoded(chunks: Iterable[C], encoding: Encoding, workers: int) -> Iterator[tuple[C, list[Outcome]]]:
+def encoded(chunks: Iterable[C], encoding: Encoding, workers: int) -> Iterator[tuple[C, Outcomes]]:
     """Every chunk with the outcomes of its items, in order."""
     if workers == 1:
         for chunk in chunks:
@@ -98,7 +105,7 @@ def encoded(chunks: Iterable[C], encoding: Encoding, workers: int) -> Iterator[t
     # Forked processes share the libraries that are loaded already (some 300 MB); where there is no fork the encoding is sent.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(encoding,))
-    waiting: deque[tuple[C, Future[list[Outcome]]]] = deque()
+    waiting: deque[tuple[C, Future[Outcomes]]] = deque()
     try:
         for chunk in chunks:
             waiting.append((chunk, pool.submit(_work, [item for item, _ in chunk.items])))
@@ -123,6 +130,7 @@ def _start(encoding: Encoding) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    gc.freeze()  # what was there before is not searched, which would copy it
     _mine[:] = [encoding]
 
 
@@ -132,5 +140,5 @@ def _follow(parent: Any) -> None:
     os._exit(1)
 
 
-def _work(items: list[Item]) -> list[Outcome]:
+def _work(items: list[Item]) -> Outcomes:
     return _mine[0](items)

@@ -7,7 +7,7 @@ spectrain/data/plans.py does it fast, spectrain/data/templates.py knows what a t
 Legend: L tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from spectrain.data.formats import Conversation, Prompt, Text, Tokens
-from spectrain.data.plans import Plan, Planner
+from spectrain.data.plans import Plan, Planner, RowPlan
 from spectrain.data.rows import Ids, Mask, Row
 from spectrain.data.templates import PROBE, REASONING_KEYS, ControlTokens, Messages, Template, text_of, texts_of
 from spectrain.data.turns import Settings, Tools, say
@@ -143,15 +143,17 @@ class ChatEncoder:
         self.template = Template(tokenizer, template_kwargs or {}, frozenset(stop_ids)) if tokenizer.chat_template else None
         if self.template:
             prove(self.template)
-        self.planner = Planner(self.template, self.settings) if self.template and plans else None
         self.num_ids = max(tokenizer.get_vocab().values()) + 1
+        self.planner = Planner(self.template, self.settings, self.num_ids) if self.template and plans else None
 
     def encode(self, items: Sequence[Item]) -> list[Encoded | ValueError]:
         """For each item its rows, or the reason for its rejection."""
         jobs = [self._begin(item) for item in items]
-        texts = [text for job in jobs if isinstance(job, _Job) for text in job.texts]
-        ids = iter(self.template.batch(texts) if self.template and texts else [])
-        return [self._finish(job, list(islice(ids, len(job.texts)))) if isinstance(job, _Job) else job for job in jobs]
+        wanted = [(row, job.messages, job.item.tools) for job in jobs if isinstance(job, _Job) for row in job.planned]
+        made: Iterator[tuple[Ids, Mask] | None] = iter(())
+        if self.template and self.planner and wanted:
+            made = iter(self.planner.apply([row for row, _, _ in wanted], self.template.batch(self.planner.texts(wanted))))
+        return [self._finish(job, list(islice(made, len(job.planned)))) if isinstance(job, _Job) else job for job in jobs]
 
     def _begin(self, item: Item) -> "_Job | Encoded | ValueError":
         try:
@@ -170,22 +172,14 @@ class ChatEncoder:
             raise ValueError("the tokenizer has no chat template, which a conversation needs; set tokenizer.chat_template")
         cut = item.finish_reason == "length"
         messages = check_messages(self.template, item.messages, item.tools)
-        plan = self.planner.plan(messages, item.tools, cut=cut) if self.planner else None
-        texts: list[str] = []
-        if self.planner and plan:
-            try:
-                texts = [self.planner.text(row, messages, item.tools) for row in plan.rows]
-            except ValueError:  # the definition says why
-                plan = None
-        return _Job(item, messages, cut, plan, tuple(texts) if plan else ())
+        return _Job(item, messages, cut, self.planner.plan(messages, item.tools, cut=cut) if self.planner else None)
 
-    def _finish(self, job: "_Job", ids: list[list[int]]) -> Encoded | ValueError:
+    def _finish(self, job: "_Job", made: Sequence[tuple[Ids, Mask] | None]) -> Encoded | ValueError:
+        """made: of the rows of its plan."""
         try:
-            if job.plan and self.planner:
-                made = [self.planner.apply(row, row_ids) for row, row_ids in zip(job.plan.rows, ids, strict=True)]
-                if all(made):
-                    parts = [(*one, row.numbers) for one, row in zip(made, job.plan.rows, strict=True) if one]
-                    return self._encoded(job, parts, job.plan.left_out)
+            if job.plan and all(made):
+                parts = [(*one, row.numbers) for one, row in zip(made, job.plan.rows, strict=True) if one]
+                return self._encoded(job, parts, job.plan.left_out)
             assert self.template
             said = say(self.template, job.messages, job.item.tools, self.settings, cut=job.cut)
             rows = [(np.array(row.ids_L, dtype=np.int32), np.array(row.mask, dtype=np.uint8), row.numbers) for row in said.rows]
@@ -241,13 +235,16 @@ class ChatEncoder:
 
 @dataclass(frozen=True)
 class _Job:
-    """A conversation on its way: its checked messages, and the texts that its plan renders."""
+    """A conversation on its way: its checked messages, and the plan for them."""
 
     item: Conversation
     messages: Messages
     cut: bool
     plan: Plan | None
-    texts: tuple[str, ...]
+
+    @property
+    def planned(self) -> tuple[RowPlan, ...]:
+        return self.plan.rows if self.plan else ()
 
 
 def prove(template: Template) -> None:

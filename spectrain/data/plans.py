@@ -9,7 +9,9 @@ Legend: L tokens, V vocabulary, C control tokens of a row.
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +46,7 @@ class RowPlan:
     upto: int
     thinking: bool
     built: bool
-    control_C: Ids
+    control_C: list[int]
     spans: tuple[Span, ...]
     late: list[int]
     cut: bool
@@ -127,12 +129,12 @@ def _other(call: Mapping[str, Any], word: str) -> dict[str, Any]:
 class Planner:
     """Plans of a template by signature; None for a signature whose conversations go through the definition."""
 
-    def __init__(self, template: Template, settings: Settings) -> None:
+    def __init__(self, template: Template, settings: Settings, num_ids: int) -> None:
         self.template, self.settings = template, settings
         self.plans: dict[Signature, Plan | None] = {}
         self._seen: set[Signature] = set()
         ids = sorted(template.control_ids)
-        self.control_V: npt.NDArray[np.bool_] = np.zeros(max(template.tokenizer.get_vocab().values(), default=0) + 1, dtype=bool)
+        self.control_V: npt.NDArray[np.bool_] = np.zeros(num_ids, dtype=bool)
         self.control_V[ids] = True
 
     def plan(self, messages: Messages, tools: Tools, *, cut: bool) -> Plan | None:
@@ -152,22 +154,40 @@ class Planner:
     def text(self, row: RowPlan, messages: Messages, tools: Tools) -> str:
         return row_text(self.template, messages, tools, row.upto, thinking=row.thinking, built=row.built)
 
-    def apply(self, row: RowPlan, ids: list[int]) -> tuple[Ids, Mask] | None:
-        """Ids and mask of a rendered row; None where it is not as planned."""
-        if row.late:
-            ids = ids + row.late
-        ids_L = np.frombuffer(array("i", ids), dtype=np.int32)
-        at_C = np.flatnonzero(self.control_V[ids_L])
-        if at_C.shape != row.control_C.shape or (ids_L[at_C] != row.control_C).any():
-            return None
-        at, mask_L, end = at_C.tolist(), np.zeros(len(ids), dtype=np.uint8), 0
-        for span in row.spans:
-            first = at[span.after] + 1
-            begin, end = first + len(span.tail), at[span.until] + 1
-            if begin >= end or ids[first:begin] != span.tail:
-                return None
-            mask_L[begin:end] = 1
-        return (ids_L[: end - 1], mask_L[: end - 1]) if row.cut else (ids_L, mask_L)
+    def texts(self, wanted: Sequence[tuple[RowPlan, Messages, Tools]]) -> list[str]:
+        """Rendered rows, those without tools in one call of the template; "" where it refuses one: the definition says why."""
+        texts = [""] * len(wanted)
+        together: dict[bool, dict[int, Messages]] = {}
+        for i, (row, messages, tools) in enumerate(wanted):
+            with suppress(ValueError):
+                if row.built or tools:
+                    texts[i] = self.text(row, messages, tools)
+                else:
+                    together.setdefault(row.thinking, {})[i] = _ready(self.template, messages, row.upto)
+        for thinking, some in together.items():
+            for i, text in zip(some, self.template.render_each(list(some.values()), thinking=thinking), strict=True):
+                texts[i] = text
+        return texts
+
+    def apply(self, rows: Sequence[RowPlan], ids: Sequence[list[int]]) -> list[tuple[Ids, Mask] | None]:
+        """Ids and mask of rendered rows; None for one that is not as planned. One search for the control tokens of them all."""
+        flat = array("i")
+        ends = []
+        for row, row_ids in zip(rows, ids, strict=True):
+            flat.fromlist(row_ids + row.late if row.late else row_ids)
+            ends.append(len(flat))
+        ids_T = np.frombuffer(flat, dtype=np.int32)
+        mask_T = np.zeros(len(ids_T), dtype=np.uint8)
+        at_C = np.flatnonzero(self.control_V[ids_T])
+        at, found = at_C.tolist(), ids_T[at_C].tolist()
+        made: list[tuple[Ids, Mask] | None] = []
+        start = first = 0
+        for row, end in zip(rows, ends, strict=True):
+            stop = bisect_left(at, end, first)
+            till = _marked(row, flat, end, at[first:stop], mask_T) if found[first:stop] == row.control_C else 0
+            made.append((ids_T[start:till], mask_T[start:till]) if till else None)
+            start, first = end, stop
+        return made
 
     def _learn(self, messages: Messages, tools: Tools, *, cut: bool) -> Plan | None:
         """A plan that gives the rows of the definition for two probes, if there is one."""
@@ -189,11 +209,9 @@ class Planner:
         """Whether the plan gives the rows of the definition."""
         if len(plan.rows) != len(said.rows):
             return False
-        for row, wanted in zip(plan.rows, said.rows, strict=True):
-            made = self.apply(row, self.template.ids(self.text(row, probe, tools)))
-            if made is None or made[0].tolist() != list(wanted.ids_L) or made[1].tolist() != wanted.mask:
-                return False
-        return True
+        found = self.apply(plan.rows, self.template.batch([self.text(row, probe, tools) for row in plan.rows]))
+        wanted = [(list(row.ids_L), row.mask) for row in said.rows]
+        return [made and (made[0].tolist(), made[1].tolist()) for made in found] == wanted
 
     def _row(self, row: SaidRow, probe: Messages, tools: Tools, *, built: bool, cut: bool) -> RowPlan | None:
         if built and (cut or probe[row.upto - 1]["role"] != "assistant"):
@@ -201,8 +219,7 @@ class Planner:
         ids = self.template.ids(row_text(self.template, probe, tools, row.upto, thinking=row.thinking, built=built))
         late = row.ids_L[len(ids) :]
         full = [*ids, *late]
-        ids_L = np.array(full, dtype=np.int32)
-        at = np.flatnonzero(self.control_V[ids_L]).tolist()
+        at = np.flatnonzero(self.control_V[full]).tolist()
         spans, short = [], False
         for turn in row.turns:
             short = cut and turn.end == len(row.ids_L)
@@ -211,12 +228,28 @@ class Planner:
             if after is None or end - 1 not in at:
                 return None
             spans.append(Span(turn.number, after, full[at[after] + 1 : turn.begin], at.index(end - 1)))
-        return RowPlan(row.upto, row.thinking, built, ids_L[at], tuple(spans), late, short)
+        return RowPlan(row.upto, row.thinking, built, [full[i] for i in at], tuple(spans), late, short)
+
+
+def _marked(row: RowPlan, ids: "array[int]", end: int, at: Sequence[int], mask_T: Mask) -> int:
+    """Mark what a row supervises, whose control tokens stand at these places of ids; where it ends, or 0 if it is not as planned."""
+    stop = end
+    for span in row.spans:
+        first = at[span.after] + 1
+        begin, stop = first + len(span.tail), at[span.until] + 1
+        if begin >= stop or ids[first:begin].tolist() != span.tail:
+            return 0
+        mask_T[begin:stop] = 1
+    return stop - 1 if row.cut else end
 
 
 def row_text(template: Template, messages: Messages, tools: Tools, upto: int, *, thinking: bool, built: bool) -> str:
     """The text of messages[:upto]: rendered once, or put together by the definition, whose last message is an assistant's."""
     if built:
         return "".join(spoken(template, messages, upto - 1, tools, cut=False))
+    return template.render(_ready(template, messages, upto), tools, thinking=thinking)
+
+
+def _ready(template: Template, messages: Messages, upto: int) -> Messages:
     last = max(i for i in range(upto) if messages[i]["role"] == "assistant")
-    return template.render(template.prepare(messages[:upto], spoken=last), tools, thinking=thinking)
+    return template.prepare(messages[:upto], spoken=last)

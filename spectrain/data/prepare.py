@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from tqdm import tqdm
 
 from spectrain.config import PrepareConfig
 from spectrain.data import coverage, journal
-from spectrain.data.encoding import MASK_RULE, Encoding, Outcome, encoded
-from spectrain.data.filters import Questions, Seen, asked_texts, choose, content_key, key64
+from spectrain.data.encoding import MASK_RULE, Encoding, Outcome, Outcomes, encoded
+from spectrain.data.filters import Questions, Seen, asked_texts, content_key, key64
 from spectrain.data.formats import Conversation, Item, convert, detect
 from spectrain.data.identity import fingerprints
 from spectrain.data.journal import Journal, Stretch
-from spectrain.data.row_store import FORMAT, INDEX, PARTS, RECORD, Index, index_of, part_name, parts_sha256, record_batch, write_arrow
-from spectrain.data.rows import Row
+from spectrain.data.parts import finish
+from spectrain.data.row_store import FORMAT, RECORD, record_batch, write_arrow
+from spectrain.data.rows import Columns
 from spectrain.data.sources import RawRow, Source, check_columns, find_sources
 from spectrain.data.templates import Template
 
@@ -51,18 +52,21 @@ class Report:
 def _behaviour(tokenizer: Any) -> str:
     """Hash of all that decides how a text becomes ids: merges, normaliser, added and special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = json.loads(backend.to_str()) if backend is not None else {}
-    state.pop("truncation", None), state.pop("padding", None)  # set by calls, of no effect on ours
-    text = json.dumps([state, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}], sort_keys=True)
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    # In front stand version, truncation and padding: the latter are set by calls, of no effect on ours.
+    rules = backend.to_str().partition('"added_tokens":')[2] if backend is not None else ""
+    assert rules or backend is None
+    names = json.dumps({k: str(v) for k, v in tokenizer.special_tokens_map.items()}, sort_keys=True)
+    return hashlib.sha256((rules + names).encode(errors="surrogatepass")).hexdigest()
 
 
-def _identity(sources: Sequence[Source], against: Sequence[Source], tokenizer: Any, config: PrepareConfig) -> dict[str, Any]:
+def _identity(
+    sources: Sequence[Source], against: Sequence[Source], tokenizer: Any, config: PrepareConfig, made_with: Mapping[str, str]
+) -> dict[str, Any]:
     """All that the rows depend on. Inputs count by content and by the short name that rows without id or domain take."""
     return {
         "format": FORMAT, "mask_rule": MASK_RULE, "settings": config.model_dump(mode="json", exclude={"workers", "disjoint_from"}),
         "inputs": [[_short(s), s.fingerprint()] for s in sources], "disjoint_from": sorted(s.fingerprint() for s in against),
-        "tokenizer_rules": _behaviour(tokenizer), "template_date": _date(tokenizer, config), **fingerprints(tokenizer),
+        "tokenizer_rules": _behaviour(tokenizer), "template_date": _date(tokenizer, config), **made_with,
     }  # fmt: skip
 
 
@@ -72,7 +76,6 @@ def _date(tokenizer: Any, config: PrepareConfig) -> str:
     return day.isoformat() if day else ""
 
 
-@cache
 def _short(source: Source) -> str:
     return Path(source.name).name.split(".")[0] or source.name
 
@@ -91,7 +94,8 @@ def prepare(
     sources = find_sources(inputs, ours=(out,))
     check_columns(sources, config.columns)
     against = find_sources(config.disjoint_from) if config.disjoint_from else []
-    identity = _identity(sources, against, tokenizer, config) | {"stop_ids": sorted(stop_ids)}
+    made_with = fingerprints(tokenizer)
+    identity = _identity(sources, against, tokenizer, config, made_with) | {"stop_ids": sorted(stop_ids)}
     with journal.only_writer(out):
         whole = journal.finished(out)
         if whole is not None and whole["identity"] == identity:
@@ -105,7 +109,7 @@ def prepare(
         if not resumed:
             work.start(identity)
         _encode(sources, work, encoding, config)
-        record = _finish(work, identity, sources, config, {**fingerprints(tokenizer)}, dict(extra or {}))
+        record = finish(work, identity, sources, config, made_with, dict(extra or {}))
     if resumed:
         return Report(folder=out, state="resumed", why=(), record=record)
     why = ["a file of it was missing or damaged"] if damaged else journal.changes(before, identity) if before else []
@@ -190,29 +194,29 @@ class _Reader:
     def _of(self, i: int, skip: int) -> Iterator[_Chunk]:
         source = self._sources[i]
         dialect = _format(source, self._config)
-        before = sum(s.size for s in self._sources[:i])
+        before, sized, short = sum(s.size for s in self._sources[:i]), bool(self.size), _short(source)
         chunk, characters = _Chunk(formats={source.name: dialect}), 0
         for raw in source.rows(skip=skip):
-            characters += self._take(chunk, source, raw, dialect)
-            chunk.progress = before + raw.position if self.size else self._read
+            characters += self._take(chunk, raw, dialect, short)
+            chunk.progress = before + raw.position if sized else self._read
             skip += 1
             if chunk.tally["total"]["read"] >= CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
                 yield replace(chunk, position=(i, skip))
                 chunk, characters = _Chunk(progress=chunk.progress), 0
         yield replace(chunk, position=(i + 1, 0))
 
-    def _take(self, chunk: _Chunk, source: Source, raw: RawRow, dialect: str) -> int:
+    def _take(self, chunk: _Chunk, raw: RawRow, dialect: str, short: str) -> int:
         """Decide on one row of the input; the characters that it adds to the chunk."""
         self._read += 1
         chunk.tally["total"]["read"] += 1
-        chunk.tally["sources"][source.name] += 1
-        name = f"{_short(source)}:{raw.number}"
+        chunk.tally["sources"][raw.source] += 1
+        name = f"{short}:{raw.number}"
         if raw.value is None:
             chunk.reject(raw, name, "unreadable", raw.fault)
             return 0
         config = self._config
         try:
-            item = convert(raw.value, format=dialect, name=name, domain=config.domain or _short(source), columns=config.columns)
+            item = convert(raw.value, format=dialect, name=name, domain=config.domain or short, columns=config.columns)
         except ValueError as error:
             found = raw.value.get(config.columns.get("id", "id"))
             chunk.reject(raw, str(found) if isinstance(found, str | int) else name, "unusable", str(error))
@@ -265,135 +269,79 @@ class _Stretch:
     def __init__(self, config: PrepareConfig, seen: Seen) -> None:
         self._config, self._seen = config, seen
         self._sum = _Chunk()
-        self._rows: list[Row] = []
-        self._digests: list[bytes] = []
-        self._keys: list[int] = []
+        self._rows: list[Columns] = []
         self._conversation: list[int] = []
 
     @property
     def full(self) -> bool:
         return self._sum.tally["total"]["read"] >= STRETCH_ROWS or sum(self._sum.tally["tokens"].values()) >= STRETCH_TOKENS
 
-    def add(self, chunk: _Chunk, outcomes: Sequence[Outcome]) -> None:
-        for (item, raw), outcome in zip(chunk.items, outcomes, strict=True):
-            self._add(chunk, item, raw, outcome)
+    def add(self, chunk: _Chunk, outcomes: Outcomes) -> None:
+        keep_R: list[bool] = []
+        made = outcomes.rows
+        rows = zip(made.id_R, *(column.tolist() for column in (made.length_R, made.supervised_R, made.key_R)), strict=True)
+        for (item, raw), outcome in zip(chunk.items, outcomes.items, strict=True):
+            keep_R += self._add(chunk, item, raw, outcome, list(islice(rows, outcome.rows)))
+        self._rows.append(made.kept(np.array(keep_R, bool)))
         self._sum.tally.update(chunk.tally)
         for name in ("rejected", "contents", "ids"):
             getattr(self._sum, name).extend(getattr(chunk, name))
         self._sum.formats.update(chunk.formats)
         self._sum.position = chunk.position
 
-    def _add(self, chunk: _Chunk, item: Item, raw: RawRow, outcome: Outcome) -> None:
-        """Rows of one item: those with too little to learn from and those that are there already are dropped."""
-        tally = chunk.tally
-        tally["total"]["not compared"] += outcome.not_compared
+    def _add(self, chunk: _Chunk, item: Item, raw: RawRow, outcome: Outcome, rows: Sequence[tuple[str, int, int, int]]) -> list[bool]:
+        """Which rows of an item are kept: those with too little to learn from and those that are there already are dropped.
+
+        rows: id, tokens, supervised tokens and key of each.
+        """
+        total, drops, keep = chunk.tally["total"], [], []
+        total["not compared"] += outcome.not_compared
         if outcome.reason not in ("question", "near question", "unanswered"):
-            tally["total"]["encoded"] += 1
+            total["encoded"] += 1
         if outcome.reason:
             chunk.reject(raw, item.id, outcome.reason, outcome.why)
-            return
-        drops = []
-        kept = 0
-        for row, digest, key in zip(outcome.rows, outcome.digests, outcome.keys, strict=True):
-            if row.supervised < self._config.min_supervised:
-                drops.append((row.id, "unsupervised", f"{row.supervised} supervised tokens, needed {self._config.min_supervised}"))
+            return []
+        for name, length, supervised, key in rows:
+            keep.append(False)
+            if supervised < self._config.min_supervised:
+                drops.append((name, "unsupervised", f"{supervised} supervised tokens, needed {self._config.min_supervised}"))
             elif not self._seen.add(key) and self._config.deduplicate:
-                drops.append((row.id, "rendered duplicate", "the same tokens as an earlier row"))
+                drops.append((name, "rendered duplicate", "the same tokens as an earlier row"))
             else:
-                self._keep(tally, row, digest, key)
-                kept += 1
-        if not kept:
+                keep[-1] = True
+                chunk.tally["tokens"][item.domain] += length
+                chunk.tally["supervised"][item.domain] += supervised
+                total["at max length"] += length >= self._config.max_length
+        if any(keep):
+            self._count(chunk, item, raw, outcome, drops)
+            self._conversation.append(sum(keep))
+        else:
             _, reason, why = drops[0] if drops else ("", "unsupervised", "no assistant turn to learn from")
             chunk.reject(raw, item.id, reason, why)
-            return
+        return keep
+
+    def _count(self, chunk: _Chunk, item: Item, raw: RawRow, outcome: Outcome, drops: Sequence[tuple[str, str, str]]) -> None:
+        """A conversation that is kept, and those of its rows that are not."""
+        tally = chunk.tally
         for name, reason, why in drops:
             tally["dropped"][reason] += 1
             chunk.note(raw, name, reason, f"one row of {item.id}: {why}")
-        tally["total"].update({"kept": 1, "rows": kept, "rows made": len(outcome.rows)})
+        tally["total"]["kept"] += 1
+        tally["total"]["rows"] += outcome.rows - len(drops)
+        tally["total"]["rows made"] += outcome.rows
         tally["total"]["without end"] += getattr(item, "finish_reason", "stop") == "length"
         tally["domain"][item.domain] += 1
-        tally["turns"].update(map(str, range(outcome.turns)))
-        tally["taught"].update(map(str, outcome.taught))
-        self._conversation.append(kept)
-
-    def _keep(self, tally: coverage.Tally, row: Row, digest: bytes, key: int) -> None:
-        self._rows.append(row)
-        self._digests.append(digest)
-        self._keys.append(key)
-        tally["tokens"][row.domain] += len(row)
-        tally["supervised"][row.domain] += row.supervised
-        tally["total"]["at max length"] += len(row) >= self._config.max_length
+        for name, turns in (("turns", range(outcome.turns)), ("taught", outcome.taught)):
+            table = tally[name]
+            for turn in turns:
+                table[str(turn)] += 1
 
     def commit(self, work: Journal) -> None:
         done = self._sum
         stretch = Stretch(
             tally=done.tally, position=done.position, contents=np.array(done.contents, np.uint64), ids=np.array(done.ids, np.uint64),
-            rows=np.array(self._keys, np.uint64), conversation=np.array(self._conversation, np.int32), rejected=done.rejected,
-            formats=done.formats,
+            rows=np.concatenate([part.key_R for part in self._rows]), conversation=np.array(self._conversation, np.int32),
+            rejected=done.rejected, formats=done.formats,
         )  # fmt: skip
-        batch = record_batch(self._rows, self._digests)
+        batch = record_batch(self._rows)
         work.commit(stretch, lambda path: write_arrow(path, batch))
-
-
-def _finish(
-    work: Journal, identity: Mapping[str, Any], sources: Sequence[Source], config: PrepareConfig, made: Mapping[str, str],
-    extra: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Choose the parts, write index and record; ValueError when nothing is left to train on."""
-    tally, formats = coverage.Tally(), {}
-    keys, counts = [], []
-    for stretch in work.stretches():
-        tally.update(stretch.tally)
-        formats.update(stretch.formats)
-        keys.append(stretch.rows)
-        counts.append(stretch.conversation)
-    index, names = index_of(work.folder, work.count)
-    index = _split(index, np.concatenate(keys), np.concatenate(counts), config)
-    work.gather_rejected()
-    parts = _parts(index, np.repeat(np.arange(sum(map(len, counts))), np.concatenate(counts)))
-    report = coverage.coverage(tally, parts)
-    if not parts["train"]["rows"]:
-        raise ValueError(
-            f"none of {report['read']} rows of the input is left to train on; reasons in {work.folder / journal.REJECTED}\n"
-            + coverage.as_text(report)
-        )
-    journal.write_atomic(work.folder / INDEX, index.write)
-    record = {
-        "format": FORMAT, "identity": identity, "fingerprints": made, "coverage": report, "domains": names,
-        "inputs": [{"name": s.name, "rows": tally["sources"][s.name], "format": formats.get(s.name, "")} for s in sources],
-        "files": [_file(work.folder / part_name(i), len(keys[i])) for i in range(work.count)],
-        "index_bytes": (work.folder / INDEX).stat().st_size, "rows_sha256": parts_sha256(work.folder, work.count, index.part),
-        "left_out": list(getattr(sources, "left_out", ())), "extra": extra,
-    }  # fmt: skip
-    journal.write_json(work.folder / RECORD, record)
-    work.close()
-    return json.loads(json.dumps(record))
-
-
-def _file(path: Path, rows: int) -> dict[str, int]:
-    return {"rows": rows, "bytes": path.stat().st_size}
-
-
-def _split(index: Index, keys: Any, counts: Any, config: PrepareConfig) -> Index:
-    if not len(keys):
-        return index
-    first = np.cumsum(counts) - counts
-    part = choose(
-        np.repeat(np.arange(len(counts)), counts), keys, keys[first], index.domain[first], index.prompt[first],
-        max_rows=config.max_rows, validation=config.validation, per_domain=config.validation_per_domain,
-        prompt_tokens=config.validation_prompt_tokens, seed=config.seed,
-    )  # fmt: skip
-    return replace(index, part=part)
-
-
-def _parts(index: Index, conversation: Any) -> dict[str, dict[str, int]]:
-    found = {}
-    for name, code in PARTS.items():
-        mine = index.part == code
-        found[name] = {
-            "rows": int(mine.sum()), "conversations": len(np.unique(conversation[mine])), "tokens": int(index.length[mine].sum()),
-            "supervised": int(index.supervised[mine].sum()),
-        }  # fmt: skip
-    return found
-
-

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spectrain.data.filters import TRAIN, UNUSED, VALIDATION
-from spectrain.data.rows import Row
+from spectrain.data.rows import Columns, Row
 
 FORMAT = 1
 RECORD, INDEX, ROWS = "prepared.json", "index.arrow", "rows"
@@ -41,14 +41,16 @@ def part_name(number: int) -> str:
     return f"{ROWS}/{number:05d}.arrow"
 
 
-def record_batch(rows: Sequence[Row], digests: Sequence[bytes]) -> pa.RecordBatch:
+def record_batch(parts: Sequence[Columns]) -> pa.RecordBatch:
     """Rows as one Arrow batch, from buffers: nothing is boxed, and pyarrow has no reason to import pandas."""
-    ids = np.concatenate([row.ids_L for row in rows] or [np.empty(0, np.int32)])
-    mask = np.concatenate([row.mask_L for row in rows] or [np.empty(0, np.uint8)])
-    offsets = _numbers(np.cumsum([0, *map(len, rows)]), pa.int32())
-    columns = [_strings([getattr(row, name).encode() for row in rows]) for name in ("id", "domain", "group")]
+    parts = parts or [Columns.of([])]
+    ids, mask, digests, lengths = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("ids_T", "mask_T", "digest_R", "length_R")
+    )
+    offsets = _numbers(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    columns = [_strings([text.encode() for part in parts for text in getattr(part, name)]) for name in ("id_R", "domain_R", "group_R")]
     columns += [pa.ListArray.from_arrays(offsets, _numbers(values, kind)) for values, kind in ((ids, pa.int32()), (mask, pa.uint8()))]
-    columns.append(pa.Array.from_buffers(pa.binary(16), len(rows), [None, pa.py_buffer(b"".join(digests))]))
+    columns.append(pa.Array.from_buffers(pa.binary(16), len(lengths), [None, pa.py_buffer(digests)]))
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 

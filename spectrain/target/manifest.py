@@ -14,7 +14,8 @@ from spectrain.target.folders import Folder
 from spectrain.target.model import Target
 from spectrain.target.states import LastState
 
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, FORMAT)  # a store of format 2 names its marked channels (spectrain.data.codes); it is read, not gone on with
 NAME = "manifest.json"
 NOTES = ("target", "target_revision", "rows_any_order", "prepared")  # kept to be read, not compared: the others decide
 CAUSES = ("quantization", "adapter_sha256")  # missing where there is none; they change layers too, and say more than a hash of these
@@ -49,7 +50,7 @@ def read_manifest(folder: Folder) -> dict[str, Any] | None:
         found = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{folder.name}/{NAME} is damaged ({error}); delete the folder and capture again") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(found, dict) or found.get("format") not in READABLE:
         was = found.get("format") if isinstance(found, dict) else None
         raise ValueError(f"{folder.name} is a store with format = {was!r}, needed {FORMAT}; delete it or capture into a new folder")
     return found

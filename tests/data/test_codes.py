@@ -59,6 +59,27 @@ def test_parts_together_are_not_the_whole(kind: str) -> None:
         assert torch.equal(line[: len(part.codes)], part.float()) and not line[len(part.codes) :].any()
 
 
+def test_channels_kept_apart_change_places() -> None:
+    """Each value goes where its mark is: in a token with less marks than channels to spare, in padding, in both signs, without a gap."""
+    x = torch.arange(1.0, 2 * W + 1).view(1, -1).repeat(3, 1)
+    x[1, [60, 3, 61, 4, W + 9, W, W + 1, 2 * W - 1]] = torch.tensor([-900.0, 800.0, 700.0, -600.0, 5e3, -4e3, 3e3, -2e3])
+    x[2] = 0.0
+    kept = encode(x, states=2, kind="int8")
+    assert ((kept.codes == codes.MARK).sum(-1) == 2 * KEPT).all() and kept.place is None
+    padded = pad([kept, kept[slice(0, 1)]]).float()
+    torch.testing.assert_close(padded[0], x, rtol=0.02, atol=3.0)
+    assert padded[0, 1, [60, 3, 61, 4]].tolist() == [-900.0, 800.0, 700.0, -600.0]
+    assert torch.equal(padded[1, :1], padded[0, :1]) and not padded[1, 1:].any()
+
+
+def test_a_rounded_scale_makes_a_code_a_mark() -> None:
+    """Scales are rounded to bfloat16, down too: the largest code must not pass 127 on either side."""
+    x = torch.cat([torch.ones(2**12, 1) * 9, torch.logspace(-2, 2, 2**12)[:, None] * torch.tensor([1.0, -1.0])], 1)
+    kept = encode(torch.nn.functional.pad(x, (KEPT - 1, 0), value=1e4), states=1, kind="int8")
+    assert ((kept.codes == codes.MARK).sum(-1) == KEPT).all()
+    assert kept.codes[kept.codes != codes.MARK].abs().max() <= codes.LEVELS
+
+
 def test_parts_of_two_kinds_are_joined() -> None:
     with pytest.raises(AssertionError):
         codes.concatenate([encode(states(1), states=S, kind="int8"), Codes(states(1))])

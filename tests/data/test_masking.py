@@ -349,15 +349,16 @@ def test_plain_text_loses_its_own_tokens_and_tokens_are_taken_from_another_vocab
 
 
 def test_fast_path_goes_the_slow_way(monkeypatch) -> None:
-    """Once its form is known, a conversation is rendered once; one whose control tokens are not the plan's goes through the definition."""
+    """Once its form is known, a conversation is rendered once, with others in a call; the definition takes one whose control tokens are
+    not the plan's."""
     tokenizer = byte_tokenizer(CHATML)
     encoder = ChatEncoder(tokenizer, max_length=None)
     items = [conversation(chat("sbe", f"ured {i}", "ablue\n", f"ugreen {i}", "awhite")) for i in range(5)]
     slow = ChatEncoder(tokenizer, max_length=None, plans=False).encode(items)
     assert encoder.encode([items[0], items[0]]) == [slow[0], slow[0]]
     calls, render = [], tokenizer.apply_chat_template
-    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: calls.append(1) or render(*a, **k))
-    assert encoder.encode(items) == slow and len(calls) == len(items)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: calls.append(len(a[0])) or render(*a, **k))
+    assert encoder.encode(items) == slow and calls == [len(items)]
     batch = encoder.template.batch
     # As if a text had turned into a token, or into another one:
     for change in (lambda ids: [*ids, 2], lambda ids: [3, *ids[1:]]):
@@ -367,6 +368,15 @@ def test_fast_path_goes_the_slow_way(monkeypatch) -> None:
 
         object.__setattr__(encoder.template, "batch", changed)
         assert encoder.encode(items) == slow
+
+
+def test_conversation_that_the_template_refuses_takes_its_neighbours_along() -> None:
+    refuses = "{% for m in messages %}{% if m.content|length > 30 %}{{ raise_exception('too long') }}{% endif %}{% endfor %}"
+    tokenizer = byte_tokenizer(refuses + CHATML)
+    items = [conversation(chat("ured", f"a{answer}")) for answer in ("blue", "green", "white", "x" * 40, "black")]
+    found, slow = (ChatEncoder(tokenizer, max_length=None, plans=plans).encode(items[:2] + items) for plans in (True, False))
+    assert [str(one) for one in found] == [str(one) for one in slow]
+    assert [isinstance(one, ValueError) for one in found] == [False] * 5 + [True, False] and "too long" in str(found[5])
 
 
 def test_plan_of_plain_turns_is_used_where_the_template_looks_for_words() -> None:

@@ -132,7 +132,7 @@ def test_a_random_row_is_fast(folder: Path) -> None:
 
 
 def test_an_empty_file_of_rows_is_one(tmp_path: Path) -> None:
-    write_arrow(tmp_path / "x", record_batch([], []))
+    write_arrow(tmp_path / "x", record_batch([]))
     assert len(read_arrow(tmp_path / "x")) == 0
 
 

@@ -128,7 +128,7 @@ def test_half_a_store_of_other_settings_is_not_gone_on_with(bench: Bench, monkey
     with monkeypatch.context() as patch:
         patch.setattr(module, "CHUNK_ROWS", 2)
         patch.setattr(module, "STRETCH_ROWS", 2)
-        patch.setattr(module, "_finish", lambda *args: 1 / 0)
+        patch.setattr(module, "finish", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             bench(max_length=13)
     report = bench(max_length=14)

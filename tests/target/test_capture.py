@@ -264,6 +264,6 @@ def test_manifest_does_not_say_how_it_was_made(target: Target, tmp_path: Path) -
     assert manifest.items() >= target.fingerprints.items()
     said = {
         "layer_ids": [1, 2], "last_state": "post_norm", "states": "int8", "last": "bf16", "target": "tiny", "target_revision": "abc",
-        "target_dtype": "float32", "rows": 9, "rows_per_shard": 2, "prepared": {"max_length": 20}, "format": 2,
+        "target_dtype": "float32", "rows": 9, "rows_per_shard": 2, "prepared": {"max_length": 20}, "format": 3,
     }  # fmt: skip
     assert manifest.items() >= said.items()

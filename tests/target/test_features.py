@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from spectrain.config import CaptureConfig
 from spectrain.data.batches import Batch, Sample, collate
+from spectrain.data.codes import MARK
 from spectrain.data.order import sizes
 from spectrain.data.rows import Row
 from spectrain.target.capture import capture
 from spectrain.target.features import FeatureStore, OnlineFeatures, _Chosen, capture_row
 from spectrain.target.model import Target
+from spectrain.target.shards import write_shard
 from spectrain.target.states import readable
 
 LAYERS = (1, 3)
@@ -186,10 +189,28 @@ def test_store_is_lost_on_the_way_to_another_process(store: FeatureStore) -> Non
 
 def test_manifest_that_is_no_manifest_is_read(store: FeatureStore, tmp_path: Path) -> None:
     path = tmp_path / "s" / "manifest.json"
-    for text, named in (("{", "is damaged"), ("[]", "format = None, needed 2"), ('{"format": 1}', "format = 1, needed 2")):
+    for text, named in (("{", "is damaged"), ("[]", "format = None, needed 3"), ('{"format": 1}', "format = 1, needed 3")):
         path.write_text(text)
         with pytest.raises(ValueError, match=named):
             FeatureStore(tmp_path / "s", store.rows)
+
+
+def test_store_of_an_earlier_format_is_thrown_away_or_misread(store: FeatureStore, target: Target, tmp_path: Path) -> None:
+    """Format 2 named the channels kept apart and had float32 scales: it is read as it was, and not gone on with."""
+    wanted = [store[i] for i in range(len(store))]
+    for path in (tmp_path / "s").glob("*.safetensors"):
+        tensors = {name: t.clone() for name, t in load_file(path).items()}
+        parts = tensors["states.codes"].unflatten(-1, (len(LAYERS), -1))
+        place = (parts == MARK).nonzero()[:, -1].view(tensors["states.kept"].shape).to(torch.int16)
+        old = {"states.codes": parts.masked_fill(parts == MARK, 0).flatten(-2), "states.scale": tensors["states.scale"].float()}
+        write_shard(path, {**tensors, **old, "states.place": place})
+    manifest = tmp_path / "s" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 2'))
+    found = FeatureStore(tmp_path / "s", store.rows)
+    assert found[0].states.place is not None
+    assert all(torch.equal(found[i].states.float(), x.states.float()) for i, x in enumerate(wanted))
+    with pytest.raises(ValueError, match="a store with format = 2, needed 3; delete it or capture into a new folder"):
+        capture(store.rows, target, LAYERS, tmp_path / "s", CONFIG)
 
 
 def test_dropout_of_the_target_shows_in_its_states(make_target) -> None:
