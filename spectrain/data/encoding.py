@@ -20,7 +20,7 @@ from spectrain.data.masking import ChatEncoder, Encoded
 from spectrain.data.rows import Columns, Row
 from spectrain.data.sources import RawRow
 
-MASK_RULE = 1  # raised whenever ids or mask of the same conversation change: what was prepared before is then made anew
+MASK_RULE = 2  # raised whenever ids or mask of the same conversation change: what was prepared before is then made anew
 AHEAD = 5  # chunks a worker that wait or are done: none is idle while a stretch is written
 
 

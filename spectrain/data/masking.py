@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from spectrain.data.control import ControlTokens, steers
 from spectrain.data.formats import Conversation, Prompt, Text, Tokens
 from spectrain.data.plans import Plan, Planner, RowPlan
 from spectrain.data.rows import Ids, Mask, Row
-from spectrain.data.templates import PROBE, REASONING_KEYS, ControlTokens, Messages, Template, text_of, texts_of
+from spectrain.data.templates import PROBE, REASONING_KEYS, Messages, Template, text_of, texts_of
 from spectrain.data.turns import Settings, Tools, say
 
 Item = Conversation | Prompt | Text | Tokens
@@ -215,7 +216,7 @@ class ChatEncoder:
         return self._single(item, ids, [0] * lead + [1] * (len(ids) - lead))
 
     def _special_token(self, role: str, text: str) -> str | None:
-        return ControlTokens(self.tokenizer, {i for i, one in self.tokenizer.added_tokens_decoder.items() if one.special}).find(text)
+        return ControlTokens(self.tokenizer, {i for i, one in self.tokenizer.added_tokens_decoder.items() if steers(one)}).find(text)
 
     def _tokens(self, item: Tokens) -> Encoded:
         ids, mask = [int(i) for i in item.ids], [int(m) for m in item.mask]

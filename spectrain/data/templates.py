@@ -15,6 +15,8 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, meta, nodes
 
+from spectrain.data.control import SPEECH, ControlTokens, steers
+
 Messages = Sequence[Mapping[str, Any]]
 OPEN, CLOSE = "<think>", "</think>"
 PROBE = "w9"  # a word that tokenizers of every kind can write
@@ -23,7 +25,6 @@ PROBE = "w9"  # a word that tokenizers of every kind can write
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 SWITCHES = ("enable_thinking", "thinking")
 _TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # of transformers; they render nothing
-_SPEECH = re.compile(r"think|tool")  # tokens of reasoning and tools are control tokens also where they are not called special
 _SEARCHES = frozenset(
     ("split", "rsplit", "partition", "rpartition", "startswith", "endswith", "replace", "find", "rfind", "index", "count")
     + ("removeprefix", "removesuffix")
@@ -115,31 +116,6 @@ def speech_of(message: Mapping[str, Any], *, cut: bool = False) -> Speech:
     return Speech(None, content)
 
 
-class ControlTokens:
-    """Finds the strings that a tokenizer turns into given added tokens."""
-
-    def __init__(self, tokenizer: Any, ids: Collection[int]) -> None:
-        tokens = [token for i, token in tokenizer.added_tokens_decoder.items() if i in ids]
-        self.pattern = _any_of(token.content for token in tokens)
-        # Tokens called normalized are looked for behind the normaliser, which may make them out of other characters.
-        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-        late = [token.content for token in tokens if token.normalized]
-        self._normalize = normalizer.normalize_str if normalizer is not None and late else None
-        self._late = _any_of(map(self._normalize, late)) if self._normalize else None
-
-    def find(self, text: str) -> str | None:
-        """The first of them in a text, or None."""
-        found = self.pattern.search(text)
-        if self._normalize and self._late and not found:
-            found = self._late.search(self._normalize(text))
-        return found.group() if found else None
-
-
-def _any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of words, the longest first."""
-    return re.compile("|".join(map(re.escape, sorted(set(words) - {""}, key=lambda word: (-len(word), word)))) or "(?!)")
-
-
 @dataclass(frozen=True, eq=False)
 class Template:
     """The chat template of a tokenizer. kwargs: passed to it. stop_ids: ids besides the tokenizer's own end that stop the serving loop.
@@ -204,9 +180,12 @@ class Template:
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
-        """Special tokens, and those added tokens of reasoning and tools or of this template that are not called special."""
-        added = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items() if token.content.strip()}
-        return self.special_ids | {i for i, text in added.items() if _SPEECH.search(text) or text in self.facts.literals}
+        """Special tokens, and those added tokens of reasoning and tools or of this template, or in the brackets of control tokens, that
+        are not called special."""
+        added = {i: token for i, token in self.tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        return self.special_ids | {
+            i for i, one in added.items() if steers(one) or SPEECH.search(one.content) or one.content in self.facts.literals
+        }
 
     @cached_property
     def written(self) -> str:
@@ -214,9 +193,10 @@ class Template:
         return "\0".join([self.facts.literals, *(token.content for token in self.tokenizer.added_tokens_decoder.values())])
 
     @cached_property
-    def _control(self) -> tuple["ControlTokens", "ControlTokens"]:
+    def _control(self) -> tuple[ControlTokens, ControlTokens]:
         """Control tokens that an assistant's text may not hold, and that other texts may not hold."""
-        return ControlTokens(self.tokenizer, self.special_ids), ControlTokens(self.tokenizer, self.control_ids)
+        steering = {i for i, token in self.tokenizer.added_tokens_decoder.items() if steers(token)}
+        return ControlTokens(self.tokenizer, steering), ControlTokens(self.tokenizer, self.control_ids)
 
     def control_token(self, role: str, text: str) -> str | None:
         """The control token that stands in somebody's text, or None. The assistant may write <think> and the like: so it speaks."""

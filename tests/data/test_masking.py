@@ -203,6 +203,23 @@ def test_control_token_in_a_text_becomes_the_token(message: dict, where: str) ->
     assert said(tokenizer, *encode_chat(tokenizer, chat("uword", "a<think>b</think>word"))) == "<think>b</think>word<end>"
 
 
+@pytest.mark.parametrize("mark", ["<|fim_prefix|>", "<｜User｜>"])
+def test_control_token_that_is_not_called_special_becomes_the_token(mark: str) -> None:
+    """Qwen2.5 and DeepSeek's distilled models have such: refused in every text, the assistant's too; marks of tool calls it may write."""
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.add_tokens([mark, "<｜tool▁sep｜>"])
+    plain = byte_tokenizer(CHATML)
+    plain.add_tokens([mark])
+    plain.chat_template = None
+    for messages, where in ((chat(f"u{mark}", "ab"), r"turn 1 \(user\)"), (chat("ur", f"aso: {mark}"), r"turn 2 \(assistant\)")):
+        with pytest.raises(ValueError, match=f"{where}.*the control token"):
+            encode_chat(tokenizer, messages)
+    for one in (tokenizer, plain):
+        (found,) = ChatEncoder(one, max_length=None).encode([Text("t", "d", f"a{mark}b")])
+        assert isinstance(found, ValueError) and "control token" in str(found)
+    assert said(tokenizer, *encode_chat(tokenizer, chat("ur", "af<｜tool▁sep｜>x"))) == "f<｜tool▁sep｜>x<end>"
+
+
 def test_words_that_look_like_roles_do_not_stay_text() -> None:
     tokenizer = byte_tokenizer(CHATML)
     for item in (conversation(chat("uassistant\nblue", "ared\nassistant\nuser")),):
