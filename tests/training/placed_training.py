@@ -42,6 +42,7 @@ def main(folder: Path, placement: str) -> None:
     told = [(point["loss"], point["measured_tau"]) for point in result.history]
     record = {"way": way_of(accelerator), "steps": result.steps, "history": told}
     (folder / f"record-{accelerator.process_index}.json").write_text(json.dumps(record))
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -101,6 +101,7 @@ def main(folder: Path, *names: str) -> None:
     target, accelerator = TWO["tiny_target"](), open_accelerator(settings(names[0], 2)[1], folder)
     for name in names:
         one_run(name, folder / name, target, accelerator)
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

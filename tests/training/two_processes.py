@@ -99,6 +99,7 @@ def main(folder: Path, accumulation: int, stop_after: int) -> None:
         loop.Progress.step, checkpoint.write_whole = report, write_whole  # type: ignore[method-assign]
     torch.save(head.state_dict(), folder / f"weights-{rank}.pt")
     (folder / f"record-{rank}.json").write_text(json.dumps({**record, "saved": saved}))
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

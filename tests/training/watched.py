@@ -50,6 +50,7 @@ def main(fault: str, who: int) -> None:
                 happen(fault, here)
             watch.at(f"step {step}: passes")
             accelerator.reduce(torch.ones(1), reduction="sum")
+    accelerator.end_training()
     print("done")
 
 
