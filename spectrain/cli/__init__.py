@@ -31,7 +31,21 @@ def main() -> None:
     for logger, start in NOISE.items():
         logging.getLogger(logger).addFilter(functools.partial(_other_than, start))
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of how DeepSpeed calls torch, at each place
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if not end.code:
+            _leave_processes()
+        raise
+
+
+def _leave_processes() -> None:
+    """Leave the process group of a launcher: threads of it that are still at work when Python ends would abort a process that is done."""
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _other_than(start: str, record: logging.LogRecord) -> bool:

@@ -30,7 +30,6 @@ def train(path: Path, *, out: Path | None, fresh_answers: bool, overrides: list[
         store = stages.capture_states(recipe, target, data, out, accelerator, console.print)
         watch.at("preparing the training", brisk=False)
         result, _ = stages.run_training(recipe, target, data, store, out, accelerator, console.print, start=start, watch=watch)
-    accelerator.end_training()  # threads of the process group that are still at work when Python ends would abort the process
     best = "" if result.best is None else f", best measured tau {result.best:.3f}"
     cut = "" if result.steps == result.total else f" of {result.total} (training.max_minutes are up; with more the same command goes on)"
     console.print(f"{result.steps} steps{cut}{best}; head: {out}/head")

@@ -136,7 +136,8 @@ class Progress:
         self._bar.close()
         if self._tracks:
             self._tracks = False
-            self._accelerator.end_training()
+            for tracker in self._accelerator.trackers:  # not end_training, which would leave the process group, too
+                tracker.finish()
 
     def _new_window(self) -> _Window:
         return _Window(Counts.zeros(self._config.ttt_steps, self._accelerator.device))

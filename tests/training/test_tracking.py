@@ -135,7 +135,11 @@ class Tracker:
     def log(self, values: dict[str, float], step: int) -> None:
         self.logged.append((step, values))
 
-    def end_training(self) -> None:
+    @property
+    def trackers(self) -> list["Tracker"]:
+        return [self]
+
+    def finish(self) -> None:
         self.ended += 1
 
 
