@@ -57,7 +57,8 @@ def accept(p_BNV: Tensor, tree: DraftTree, rule: str, coins: RandomSource | None
 
 
 def verify(p_BNV: Tensor, tree: DraftTree, rule: str, coins: RandomSource | None) -> Accepted:
-    """`accept` of what is known to be sound: without its checks, each of which would make the host wait for the device."""
+    """`accept` of what is known to be sound: without its checks, each of which would make the host wait for the device. For `greedy`,
+    logits do as well as laws."""
     if rule == "greedy":
         return rules.greedy(p_BNV, tree)
     assert coins is not None

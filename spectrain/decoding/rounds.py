@@ -173,9 +173,12 @@ def verdict(run: Run, batch: Batch, logits_BNV: Tensor, tree: DraftTree, line_BN
 def _judged(run: Run, batch: Batch, logits_BNV: Tensor, tree: DraftTree, line_BNN: Tensor, coins: Coins) -> tuple[Accepted, Tensor]:
     """What the rule keeps of the tree, and the rows [B] whose logits are no numbers, if the host has not looked at these already.
 
-    p goes through every transform, ids that the tokenizer does not know have no chance.
+    p goes through every transform, ids that the tokenizer does not know have no chance. A greedy choice needs no law.
     """
     V, num_ids = logits_BNV.shape[-1], run.target.num_ids
+    if run.rule == "greedy" and batch.sound:
+        known_BNV = logits_BNV[..., :num_ids]
+        return verify(known_BNV, tree, run.rule, None), known_BNV.amax(-1).isnan().any(-1)
     if num_ids < V:
         logits_BNV = logits_BNV.masked_fill(torch.arange(V, device=logits_BNV.device) >= num_ids, float("-inf"))
     best_BN = logits_BNV.amax(-1)

@@ -33,8 +33,10 @@ class Accepted:
 
 
 def greedy(p_BNV: Tensor, tree: DraftTree) -> Accepted:
-    """The path of the target's only choices, of one-hot laws; no coins."""
-    return follow(p_BNV.max(-1).indices, tree)
+    """The path of the likeliest tokens, by laws or by logits; no coins. Where the host may look, only nodes that are passed are."""
+    if not readable(p_BNV):
+        return follow(p_BNV.max(-1).indices, tree)
+    return _match(lambda node_B: rows_at(p_BNV, node_B).max(-1).indices, tree)
 
 
 def point_mass(p_BNV: Tensor, tree: DraftTree, coins: RandomSource) -> Accepted:
