@@ -28,7 +28,7 @@ from spectrain.target.model import Target
 from spectrain.target.passes import for_all
 from spectrain.training.setup import made_with
 
-FORMAT = 2  # of bench.json
+FORMAT = 3  # of bench.json
 HEADS = ("batch", "plain", "always", "gain", "predicted", "tau", "v", "roof v", "depth", "table", "adaptive")
 
 

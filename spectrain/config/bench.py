@@ -10,8 +10,8 @@ from spectrain.config.files import Positive, Stage
 
 class BenchConfig(Stage):
     """batches: numbers of rows. context: tokens behind which passes are timed, and the most that a prompt may have. shapes: `chain` and
-    `ngram` are the depths that are drafted always, which no policy exceeds. prompts: how many at least are answered at each batch, in at
-    least `repeats` pairs of runs. compile: as of an evaluation.
+    `ngram` are the depths that are drafted always, which no policy exceeds. prompts: how many at least are answered at each batch, each
+    set of rows `repeats` times. compile: as of an evaluation.
     """
 
     batches: tuple[Positive, ...] = (1, 2, 4, 8, 16, 32)

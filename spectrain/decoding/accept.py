@@ -22,7 +22,7 @@ from spectrain.decoding.sampling import Coins, RandomSource
 from spectrain.decoding.traversal import traversal
 from spectrain.decoding.tree import LAWS, DraftTree, Law, check_tree
 
-__all__ = ["LOSSY", "RULES", "Accepted", "accept", "follow", "law_of_rule", "resolve_rule", "verify"]
+__all__ = ["LOSSY", "RULES", "Accepted", "accept", "check_draft", "follow", "law_of_rule", "resolve_rule", "verify"]
 
 DRAWING: dict[str, Callable[[Tensor, DraftTree, RandomSource], Accepted]] = {
     "point_mass": rules.point_mass, "rejection": rules.rejection, "block": rules.block,
@@ -43,8 +43,7 @@ def accept(p_BNV: Tensor, tree: DraftTree, rule: str, coins: RandomSource | None
     """
     if rule not in RULES:
         raise ValueError(f"rule {rule!r} is unknown; choose one of {', '.join(RULES)}")
-    check_tree(tree)
-    _check_laws(p_BNV, tree)
+    check_draft(p_BNV, tree)
     if rule == "greedy":
         _check_sure(p_BNV, tree)
     else:
@@ -54,6 +53,12 @@ def accept(p_BNV: Tensor, tree: DraftTree, rule: str, coins: RandomSource | None
         _check_fit(rule, tree.law, _has_chains_only(tree))
         _check_drawn(tree)
     return verify(p_BNV, tree, rule, coins)
+
+
+def check_draft(p_BNV: Tensor, tree: DraftTree) -> None:
+    """ValueError for a tree that is none, or does not fit the laws (or logits) of its nodes."""
+    check_tree(tree)
+    _check_laws(p_BNV, tree)
 
 
 def verify(p_BNV: Tensor, tree: DraftTree, rule: str, coins: RandomSource | None) -> Accepted:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.decoding.accept import Accepted, accept, verify
+from spectrain.decoding.accept import Accepted, accept, check_draft, verify
 from spectrain.decoding.drafter import DraftSession, Round
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.policies import PolicySession
@@ -176,16 +176,18 @@ def _judged(run: Run, batch: Batch, logits_BNV: Tensor, tree: DraftTree, line_BN
     p goes through every transform, ids that the tokenizer does not know have no chance. A greedy choice needs no law.
     """
     V, num_ids = logits_BNV.shape[-1], run.target.num_ids
-    if run.rule == "greedy" and batch.sound:
-        known_BNV = logits_BNV[..., :num_ids]
-        return verify(known_BNV, tree, run.rule, None), known_BNV.amax(-1).isnan().any(-1)
+    best_BN = logits_BNV[..., :num_ids].amax(-1)
+    bad_B = (best_BN.isnan() if run.sampling.temperature == 0 else ~best_BN.isfinite()).any(-1)
+    if not batch.sound:
+        _refuse(run.target, bool(bad_B.any()))
+    if run.rule == "greedy" and batch.histories is None:
+        if not batch.sound:
+            check_draft(logits_BNV, tree)
+        return verify(logits_BNV[..., :num_ids], tree, run.rule, None), bad_B
     if num_ids < V:
         logits_BNV = logits_BNV.masked_fill(torch.arange(V, device=logits_BNV.device) >= num_ids, float("-inf"))
-    best_BN = logits_BNV.amax(-1)
-    bad_B = (best_BN.isnan() if run.sampling.temperature == 0 else ~best_BN.isfinite()).any(-1)
     if batch.sound:
         return verify(probabilities(logits_BNV, run.sampling), tree, run.rule, coins), bad_B
-    _refuse(run.target, bool(bad_B.any()))
     if batch.histories is not None:
         live_B1 = torch.tensor([[row.reason is None] for row in batch.rows], device=logits_BNV.device)
         logits_BNV = batch.histories.apply(logits_BNV, tree.tokens_BN, line_BNN, needed_BX=used_nodes(tree) & live_B1)

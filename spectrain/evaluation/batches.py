@@ -1,8 +1,10 @@
 """Tokens a second by batch, with drafts and without: where the sign flips, and whether a policy made from it holds.
 
-Rows of one batch are answered together for a fixed number of tokens; counted are the rounds in which all of them were still at work, as
-in a server whose batch stays full. Arms take turns on the same rows (A B A B), each turn is a pair, and a speed-up is the median of the
-pairs' ratios. Every turn is kept when it is done, so that a second call makes only what is missing.
+Rows of one batch are answered together, each with the same number of tokens, and counted is all that comes after the prompts: with
+drafts rows end at different times and the batch drains, so that the slowest row decides. (The rounds in which all rows are still at work
+would be a wrong sample: they end with the row whose drafts fit best, and show mostly it. A server that refills its batch gains more.)
+Arms take turns on the same rows (A B A B). Each set of rows is answered several times; of an arm's times with it the median counts, and a
+speed-up is one of totals over all sets. Every turn is kept when it is done, so that a second call makes only what is missing.
 
 Legend: B rows.
 """
@@ -27,7 +29,7 @@ from spectrain.evaluation.estimate import pace_of
 from spectrain.evaluation.measure import Arm
 from spectrain.evaluation.policy import SLACK, costs_as_dict, depths_by_batch, flips_at, for_engines, own_policy, verified
 from spectrain.evaluation.records import whole_lines
-from spectrain.evaluation.speed import BATCH_REPEATS, ROUND_TOKENS, Compile, measure_costs, round_time
+from spectrain.evaluation.speed import BATCH_REPEATS, ROUND_TOKENS, Compile, measure_costs
 from spectrain.target.model import Target
 from spectrain.yields import Costs, tau_from_survival
 
@@ -39,7 +41,7 @@ PLAIN, ALWAYS, TABLE, ADAPTIVE = "plain", "speculative", "table", "adaptive"
 
 @dataclass(frozen=True)
 class Bench:
-    """What is run. prompts: ids of each; pairs of a batch: `repeats`, or as many as it takes to answer `least` prompts."""
+    """What is run. prompts: ids of each; at each batch as many sets of rows as it takes to answer `least` prompts, each `repeats` times."""
 
     target: Target
     prompts: Sequence[Sequence[int]]
@@ -50,12 +52,16 @@ class Bench:
     context: int
     compile: Compile
 
+    def sets(self, batch: int) -> int:
+        return math.ceil(self.least / batch)
+
     def pairs(self, batch: int) -> int:
-        return max(self.repeats, math.ceil(self.least / batch))
+        return self.sets(batch) * self.repeats
 
     def rows(self, batch: int, pair: int, prompts: Sequence[int]) -> list[list[int]]:
-        """The prompts of a pair, taken in turn; where there are fewer than rows, some stand there again."""
-        return [list(self.prompts[prompts[(pair * batch + b) % len(prompts)]]) for b in range(batch)]
+        """The prompts of a pair, those of all sets in turn; where there are fewer than rows, some stand there again."""
+        first = pair % self.sets(batch) * batch
+        return [list(self.prompts[prompts[(first + b) % len(prompts)]]) for b in range(batch)]
 
 
 class Kept:
@@ -112,16 +118,22 @@ Way = tuple[Drafter | None, Chain | None, Adaptive | None]
 
 
 def turn(bench: Bench, rows: Sequence[Sequence[int]], arm: Way, max_new_tokens: int | None = None) -> dict[str, Any]:
-    """One call of the generator: tokens a second of the whole batch, and the means of its rounds."""
+    """One call of the generator after its prompts: tokens a second of the whole batch, and the means of its rounds (tokens: a row that
+    began)."""
     drafter, shape, policy = arm
     result = generate(
         bench.target, rows, drafter=drafter, shape=shape, policy=policy, max_new_tokens=max_new_tokens or bench.max_new_tokens,
         compile=bench.compile,
     )  # fmt: skip
-    time, depths = round_time(result), [r.depth for row in result.rows for r in row.rounds]
+    every = [r for row in result.rows for r in row.rounds]
+    whole = max((row.rounds for row in result.rows), key=len)
+    seconds = (result.seconds - sum(row.prefill_seconds for row in result.rows)) / len(whole)
+    draft, verify = (sum(r.seconds.get(phase, 0.0) for r in every) / len(whole) for phase in ("draft", "verify"))
+    tokens = sum(r.committed for r in every) / len(whole)
     return {
-        **{phase: getattr(time, phase) for phase in PHASES}, "tokens": time.tokens, "nodes": sum(time.sizes) / len(time.sizes) - 1,
-        "tokens_per_s": len(rows) * time.tokens / time.seconds, "mode": result.mode, "depth": sum(depths) / len(depths),
+        "draft": draft, "verify": verify, "other": seconds - draft - verify, "rounds": len(whole), "tokens": tokens / len(rows),
+        "nodes": sum(r.nodes for r in whole) / len(whole) - 1, "depth": sum(r.depth for r in every) / len(every),
+        "tokens_per_s": tokens / seconds, "mode": result.mode,
     }  # fmt: skip
 
 
@@ -187,11 +199,12 @@ def measure(bench: Bench, kept: Kept, name: str, drafter: Drafter, shape: Chain,
             if depths[batch] not in (0, shape.depth):
                 own = {**own, TABLE: (drafter, Chain(depths[batch]), None)}
             found = turns(bench, kept, name, batch, prompts, own, bar)
-            row = _row(found, costs, survival, batch=batch, depth=depths[batch], most=shape.depth)
+            kind: dict[str, Any] = {"batch": batch, "most": shape.depth, "sets": bench.sets(batch)}
+            row = _row(found, costs, survival, depth=depths[batch], **kind)
             if row[TABLE] < (1 - SLACK) * max(row[PLAIN], row[ALWAYS]):  # what was measured decides
                 corrected[batch] = depths[batch]
                 depths[batch] = shape.depth if row[ALWAYS] > row[PLAIN] else 0
-                row = _row(found, costs, survival, batch=batch, depth=depths[batch], most=shape.depth)
+                row = _row(found, costs, survival, depth=depths[batch], **kind)
             rows.append(row)
     if corrected:
         told = ", ".join(f"{depths[batch]} instead of {depth} at batch {batch}" for batch, depth in corrected.items())
@@ -210,30 +223,29 @@ def _costs_of(bench: Bench, drafter: Drafter, shape: Chain) -> dict[str, Any]:
 
 
 def _row(
-    found: Mapping[str, Sequence[Mapping[str, Any]]], costs: Costs, survival: Sequence[float], *, batch: int, depth: int, most: int
+    found: Mapping[str, Sequence[Mapping[str, Any]]], costs: Costs, survival: Sequence[float], *, batch: int, depth: int, most: int, sets: int
 ) -> dict[str, Any]:
-    """Figures of a batch: tokens a second by arm, speed-ups of totals (all pairs' answers have one length) with the pairs' lowest and
-    highest, and what costs and calibrated acceptance predict.
+    """Figures of a batch: tokens a second by arm, of totals (all answers have one length), speed-ups with the lowest and highest of a set,
+    and what costs and calibrated acceptance predict of a batch that stays full.
 
-    depth: of the table; most: of the shape. break_even and its parts: of a round, in rounds of plain decoding.
+    depth: of the table; most: of the shape. break_even and its parts: of a round, in rounds of plain decoding; tau: of a row that began.
     """
+    by_set = {arm: [statistics.median(t["tokens_per_s"] for t in turns[n::sets]) for n in range(sets)] for arm, turns in found.items()}
+    rate = {arm: statistics.harmonic_mean(rates) for arm, rates in by_set.items()}
 
-    def median(arm: str, what: str) -> float:
-        return statistics.median(turn[what] for turn in found[arm])
+    def mean(arm: str, what: str) -> float:
+        """Of a round; of all turns with an arm together."""
+        return sum(turn[what] * turn["rounds"] for turn in found[arm]) / sum(turn["rounds"] for turn in found[arm])
 
-    def rate(arm: str) -> float:
-        return statistics.harmonic_mean([turn["tokens_per_s"] for turn in found[arm]])
-
-    always = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(found[ALWAYS], found[PLAIN], strict=True)]
+    always = [a / b for a, b in zip(by_set[ALWAYS], by_set[PLAIN], strict=True)]
     named = PLAIN if depth == 0 else ALWAYS if depth == most else TABLE
-    unit = sum(median(PLAIN, phase) for phase in PHASES)
-    parts = {phase: median(ALWAYS, phase) / unit for phase in PHASES}
-    steps, nodes = (median(ALWAYS, what) for what in ("depth", "nodes"))
+    unit = sum(mean(PLAIN, phase) for phase in PHASES)
+    parts = {phase: mean(ALWAYS, phase) / unit for phase in PHASES}
     return {
-        "batch": batch, PLAIN: rate(PLAIN), ALWAYS: rate(ALWAYS), TABLE: rate(named), ADAPTIVE: rate(ADAPTIVE),
-        "speedup": rate(ALWAYS) / rate(PLAIN), "lo": min(always), "hi": max(always),
-        "pairs": len(found[PLAIN]), "tau": median(ALWAYS, "tokens"), "break_even": sum(parts.values()), **parts,
-        "predicted": tau_from_survival(survival, most) / costs.break_even(steps, nodes, batch),
+        "batch": batch, PLAIN: rate[PLAIN], ALWAYS: rate[ALWAYS], TABLE: rate[named], ADAPTIVE: rate[ADAPTIVE],
+        "speedup": rate[ALWAYS] / rate[PLAIN], "lo": min(always), "hi": max(always), "sets": sets,
+        "pairs": len(found[PLAIN]), "tau": mean(ALWAYS, "tokens"), "break_even": sum(parts.values()), **parts,
+        "predicted": tau_from_survival(survival, most) / costs.break_even(mean(ALWAYS, "depth"), mean(ALWAYS, "nodes"), batch),
         "v": costs.verify(1 + most, batch) / costs.verify(1, batch), "c": costs.step(batch), "k": depth,
-        "mode": found[ALWAYS][0]["mode"], "adaptive_depth": median(ADAPTIVE, "depth"),
+        "mode": found[ALWAYS][0]["mode"], "adaptive_depth": mean(ADAPTIVE, "depth"),
     }  # fmt: skip

@@ -57,11 +57,11 @@ MACHINES = {
     "h200": Machine("h200", "cuda", 139 * GiB, 989e12, 67e12, 4.8e12, 450e9, 50e9, GUESS, SHEET),
     "a100": Machine("a100", "cuda", 80 * GiB, 312e12, 19.5e12, 2.0e12, 300e9, 25e9, GUESS, SHEET),
     "l40s": Machine("l40s", "cuda", 45 * GiB, 362e12, 91.6e12, 0.864e12, 32e9, 25e9, GUESS, SHEET),
-    # Two cores with AVX-512 (docs/lab_log.md, a model of 135M parameters): products of 256 rows reach 145e9 a core; capture 160e9, a row
-    # more in a pass of 1 to 64 costs products at 130e9; one-token passes 23 a second of 0.54e9 bytes. Loaded modules take 0.55e9 bytes,
-    # the allocator keeps some 0.1e9.
+    # Two cores with AVX-512 (docs/lab_log.md, a model of 135M parameters), packed products: 190e9 a core; capture 162e9, a row more in a
+    # pass of 1 to 64 costs products at 110e9; bytes of a pass of few rows at 36e9. Training has torch's products, of 145e9 a core.
+    # Loaded modules take 0.55e9 bytes, the allocator keeps some 0.1e9.
     "cpu2": Machine(
-        "cpu2", "cpu", 16 * GiB, 290e9, 290e9, 14e9, 5e9, 1e9, Efficiency(capture=0.55, training=0.57, answers=0.45, decode=0.9),
+        "cpu2", "cpu", 16 * GiB, 380e9, 380e9, 40e9, 5e9, 1e9, Efficiency(capture=0.85, training=0.435, answers=0.58, decode=0.9),
         "two cores with AVX-512, measured (docs/lab_log.md)", reserve=0.65e9, step_seconds=0.06, node=1,
     ),
 }  # fmt: skip

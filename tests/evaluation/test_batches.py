@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from spectrain.decoding.generate import generate
 from spectrain.decoding.shapes import Chain
 from spectrain.drafters.lookup import NGram
 from spectrain.evaluation import batches
@@ -49,8 +49,9 @@ def table_of_ends(make_table_target: Callable[..., Target]) -> Target:
 
 def test_pairs_take_other_prompts_than_they_say() -> None:
     bench = bench_of(None, [[i] for i in range(5)])
-    assert [bench.pairs(b) for b in (1, 2, 4)] == [3, 2, 2]
-    assert bench.rows(4, 0, [0, 1, 3]) == [[0], [1], [3], [0]] and bench.rows(4, 1, [0, 1, 3]) == [[1], [3], [0], [1]]
+    assert [bench.sets(b) for b in (1, 2, 4)] == [3, 2, 1] and [bench.pairs(b) for b in (1, 2, 4)] == [6, 4, 2]
+    assert [bench.rows(2, pair, [0, 1, 3]) for pair in range(4)] == [[[0], [1]], [[3], [0]]] * 2
+    assert bench.rows(4, 0, [0, 1, 3]) == bench.rows(4, 1, [0, 1, 3]) == [[0], [1], [3], [0]]
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, rates: Callable[[int, int, bool], float], costs: Costs = COSTS) -> list[tuple[int, int, bool]]:
@@ -63,7 +64,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, rates: Callable[[int, int, bool], floa
         if max_new_tokens is None:
             made.append((len(rows), depth, policy is not None))
         rate = rates(len(rows), depth, policy is not None)
-        return {"draft": 0.1 * depth, "verify": 1.0, "other": 0.0, "tokens": 1.0 + 0.5 * depth, "nodes": depth, "depth": depth,
+        return {"draft": 0.1 * depth, "verify": 1.0, "other": 0.0, "tokens": 1.0 + 0.5 * depth, "nodes": depth, "depth": depth, "rounds": 4,
                 "tokens_per_s": rate, "mode": "eager"}  # fmt: skip
 
     monkeypatch.setattr(batches, "turn", turn)
@@ -111,8 +112,29 @@ def test_kept_results_are_made_again(tmp_path: Path) -> None:
 
 
 def test_speed_of_a_turn_is_of_one_row(target: Target) -> None:
-    bench = bench_of(target, [])
-    found = batches.turn(bench, [[7, 40, 12]] * 3, (NGram(), Chain(2), None))
+    bench = bench_of(target, [], max_new_tokens=12)
+    found = batches.turn(bench, [[7, 40, 12], [9, 9, 9, 9], [3, 30, 8]], (NGram(), Chain(2), None))
+    whole = generate(target, [[7, 40, 12], [9, 9, 9, 9], [3, 30, 8]], drafter=NGram(), shape=Chain(2), max_new_tokens=12, compile=False)
+    lengths, committed = [len(row.rounds) for row in whole.rows], sum(len(row.tokens) - 1 for row in whole.rows)
+    assert len(set(lengths)) > 1  # rows end at different times, and the rounds of those that are left count, too
+    assert found["rounds"] == max(lengths) and found["tokens"] * max(lengths) * 3 == pytest.approx(committed)
     seconds = found["draft"] + found["verify"] + found["other"]
     assert found["tokens_per_s"] == pytest.approx(3 * found["tokens"] / seconds) and found["mode"] == "eager"
-    assert SimpleNamespace(**found).nodes <= 2
+    assert 0 < found["nodes"] <= 2 and 0 < found["depth"] <= 2
+
+
+def test_disturbed_turn_is_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three turns with each of two sets one is half as fast: the median of a set is what counts, in the total over sets."""
+    turns = {"plain": 0}
+
+    def rates(rows: int, depth: int, adaptive: bool) -> float:
+        if depth:
+            return 30.0
+        turns["plain"] += 1
+        return 5.0 if turns["plain"] in (2, 5) else 10.0 if turns["plain"] % 2 else 20.0
+
+    fake(monkeypatch, rates)
+    bench = bench_of(None, [[5]] * 3, batches=(2,), repeats=3, least=4)
+    (row,) = measure(bench, Kept(tmp_path / "runs.jsonl", "k"), "ngram", NGram(), Chain(3), print)["rows"]
+    assert (row["pairs"], row["sets"]) == (6, 2) and row["plain"] == pytest.approx(2 / (1 / 10 + 1 / 20))
+    assert (row["lo"], row["hi"], row["speculative"]) == (1.5, 3.0, 30.0)

@@ -96,10 +96,9 @@ def test_capture_takes_the_time_that_it_took() -> None:
 
 
 def test_answers_take_the_time_that_they_took() -> None:
-    """The batch of short prompts, of which little was padding; both batches as they were made in process: test_answers.py."""
-    batches = json.loads((RESULTS / "data_cpu.json").read_text())["regenerate"]["by batch"]
-    found = batches["64 prompts of at most 79 tokens"]
-    data = Data(64, found["tokens"] + found["prompt tokens"], found["tokens"], 207, "")
+    """Of a server whose batch stays full: places of rows that ended are filled again, until no prompt is left (test_answers.py)."""
+    found = json.loads((RESULTS / "data_cpu.json").read_text())["regenerate"]
+    data = Data(found["prompts"], found["tokens"] + found["prompt tokens"], found["tokens"], 207, "")
     assert hours.regeneration(case(SMALL, eagle3(SMALL, 6144), data)).hours * 3600 == pytest.approx(found["seconds"], rel=0.25)
 
 
