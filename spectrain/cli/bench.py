@@ -14,6 +14,7 @@ from rich.table import Table
 
 from spectrain.cli.drafters import heads_of, open_drafters, parse_drafters
 from spectrain.cli.evaluate import machine
+from spectrain.cli.joint import tell_change
 from spectrain.cli.measured import CLONE
 from spectrain.cli.quickstart import wide_console
 from spectrain.cli.room import open_target
@@ -66,6 +67,8 @@ def bench(
         **measured(run, opened, config, out, say),
     }  # fmt: skip
     content["service"] = advice_by_service(_latency(content), content)
+    for found in opened:
+        tell_change(content, found.head, "service")
     part = out / "bench.json.part"
     part.write_text(json.dumps(content, indent=1), encoding="utf-8")
     part.replace(out / "bench.json")

@@ -65,8 +65,11 @@ class JointProbe:
 
 def change_of(head: Path) -> dict[str, Any] | None:
     """`LawChange.record` of the target of a head directory, and its adapter's hash; None for a head that was trained alone."""
-    made = json.loads((head / "made_with.json").read_text())
-    return {"adapter_sha256": made["adapter_sha256"], **made["target_change"]} if "target_change" in made else None
+    return _change_in(json.loads((head / "made_with.json").read_text()))
+
+
+def _change_in(made: dict[str, Any]) -> dict[str, Any] | None:
+    return {"adapter_sha256": made["adapter_sha256"], **made["target_change"]} if made.get("target_change") else None
 
 
 def changed_line(change: dict[str, Any]) -> str:
@@ -83,13 +86,13 @@ def open_for(name: str, head: Path | None, dtype: str, say: Any, **where: Any) -
     return load_target(name, dtype=dtype, adapter=head, **where)
 
 
-def tell_change(report: dict[str, Any], head: Any) -> None:
-    """Put into a report that the head's target is another one than it was, and by how much; nothing for a head that was trained alone."""
-    made = getattr(head, "made_with", {})
-    if change := made.get("target_change"):
-        report["target_change"] = {"adapter_sha256": made["adapter_sha256"], **change}
+def tell_change(report: dict[str, Any], head: Any, told: str = "advice") -> None:
+    """Put into a report that the head's target is another one than it was, and by how much; nothing for a head that was trained alone.
+    told: its list of sentences."""
+    if change := _change_in(getattr(head, "made_with", {})):
+        report["target_change"] = change
         also = "Its answers are exact for the target as it is now."
-        report["advice"] = [f"{changed_line(change)} {also}", *report["advice"]]
+        report[told] = [f"{changed_line(change)} {also}", *report[told]]
 
 
 def check_merged(head: Path, target: str | None) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from spectrain.data.answers import Answer, AnswerFile, Dialogue, Tally, beside
 from spectrain.data.endpoint import Endpoint, answer_through, look
 from spectrain.data.formats import Message, convert, detect
 from spectrain.data.masking import check_messages
-from spectrain.data.questions import question_of, settings_of
+from spectrain.data.questions import Question, question_of, settings_of
 from spectrain.data.regenerate import Take, answer_in_batches, odd_answers, open_dialogues, split_reasoning
 from spectrain.data.sources import Source, check_columns, find_sources
 from spectrain.data.templates import SWITCHES, Template
@@ -82,17 +83,19 @@ def _by_server(sources: Sequence[Source], endpoint: Endpoint, config: Regenerate
 def _open(
     sources: Sequence[Source], config: RegenerateConfig, identity: Mapping[str, Any], file: AnswerFile, say: Callable[[str], None]
 ) -> list[Dialogue]:
-    def settings(item: Any) -> Mapping[str, Any]:
-        return settings_of(config, question_of(item), identity)
+    def settings(question: Question) -> Mapping[str, Any]:
+        return settings_of(config, question, identity)
 
-    dialogues = open_dialogues(read_items(sources, config, file, say), settings, file, limit=config.max_rows)
+    dialogues = open_dialogues(read_questions(sources, config, file, say), settings, file, limit=config.max_rows)
     there = f", {file.tally.there} are there" if file.tally.there else ""
     say(f"{len(dialogues)} to answer{there}, {file.tally.rejected} rejected")
     return dialogues
 
 
-def read_items(sources: Sequence[Source], config: RegenerateConfig, file: AnswerFile, say: Callable[[str], None]) -> Iterator[Any]:
-    """Every usable row of the inputs; the others are rejected with file, row and reason."""
+def read_questions(
+    sources: Sequence[Source], config: RegenerateConfig, file: AnswerFile, say: Callable[[str], None]
+) -> Iterator[Question]:  # fmt: skip
+    """What every usable row of the inputs asks; the others are rejected with file, row and reason."""
     check_columns(sources, config.columns)
     for source in sources:
         dialect: str = config.format
@@ -106,7 +109,8 @@ def read_items(sources: Sequence[Source], config: RegenerateConfig, file: Answer
                 file.reject(name, f"unreadable: {raw.fault}", **where)
                 continue
             try:
-                yield convert(raw.value, format=dialect, name=name, domain=config.domain or stem, columns=config.columns)
+                item = convert(raw.value, format=dialect, name=name, domain=config.domain or stem, columns=config.columns)
+                yield replace(question_of(item), place=where)
             except ValueError as error:
                 file.reject(name, f"unusable: {error}", **where)
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain.cli import stages
+from spectrain.cli.joint import tell_change
 from spectrain.cli.prepare import load_tokenizer
 from spectrain.cli.quickstart import wide_console
 from spectrain.cli.room import open_target
@@ -76,6 +77,7 @@ def evaluate_engine(
         "head": None if head is None else str(head), "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "rows": served.table(records, engine), "notes": served.notes(records, depth),
     }  # fmt: skip
+    tell_change(found, trained, "notes")
     _write(found, out)
     for line in _told(found):
         console.print(line)

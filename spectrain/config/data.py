@@ -50,8 +50,8 @@ class PrepareConfig(Stage):
     domain: of rows that name none ("": their file's name). rows: one a conversation, one an assistant turn, or auto: a turn a row
     only where the template rewrites earlier turns. thinking: keep answers with reasoning (on), without (off), or all (mixed).
     template_kwargs: passed to the chat template. min_supervised: fewer supervised tokens in a line reject the row. disjoint_from:
-    evaluation prompts (files or folders); conversations that ask one of them, or share `near` of their runs of eight words with one,
-    are rejected. max_rows: conversations drawn, every domain in its share. validation: share of them kept out; validation_per_domain:
+    evaluation prompts (files or folders); conversations that ask or quote one of them, or share `near` of their runs of eight words with
+    one, are rejected. max_rows: conversations drawn, every domain in its share. validation: share of them kept out; validation_per_domain:
     a number by domain instead, beside those drawn, with prompts of at most validation_prompt_tokens. workers: processes that tokenise.
     """
 

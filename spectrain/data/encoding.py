@@ -77,7 +77,7 @@ class Encoding:
 def _asked(fault: str) -> Outcome:
     if fault == "exact":
         return Outcome(reason="question", why="a turn asks what an evaluation prompt asks")
-    return Outcome(reason="near question", why="a turn shares too many of its runs of eight words with an evaluation prompt")
+    return Outcome(reason="near question", why="a turn quotes an evaluation prompt, or shares too many of its runs of eight words with one")
 
 
 def _outcome(item: Item, result: Encoded | ValueError, not_compared: bool) -> Outcome:

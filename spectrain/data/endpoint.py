@@ -150,7 +150,7 @@ class _Work:
             if dialogue.answers:  # the turns before this one stand
                 self.file.write([dialogue], self.asker.server.model)
             else:
-                self.file.reject(dialogue.question.id, str(error))
+                self.file.reject(dialogue.question.id, str(error), **dialogue.question.place)
             return False
         self.failed = 0
         if not more:

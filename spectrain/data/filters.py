@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 SHINGLE = 8  # words
+DISJOINT_RULE = 2  # raised whenever `Questions` finds other prompts: what was prepared before is then made anew
 UNUSED, TRAIN, VALIDATION = 0, 1, 2
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: spreads keys over a table (Knuth, vol. 3, 6.4)
 _WORD = re.compile(r"[^\W_]+")
@@ -99,8 +100,11 @@ class Questions:
         self._near = near
         self._asked: set[str] = set()
         self._where: dict[str, list[int]] = {}
+        self._turns: list[list[str]] = []  # by question, those long enough to have a shingle
         for number, turns in enumerate(questions):
-            self._asked.update(" ".join(words(turn)) for turn in turns)
+            spelt = [words(turn) for turn in turns]
+            self._asked.update(map(" ".join, spelt))
+            self._turns.append([f" {' '.join(turn)} " for turn in spelt if len(turn) >= SHINGLE])
             for shingle in set().union(*map(shingles, turns)):
                 self._where.setdefault(shingle, []).append(number)
         self._asked.discard("")
@@ -110,15 +114,19 @@ class Questions:
 
     def fault(self, turns: Iterable[str]) -> str:
         """Why a prompt of these turns must not be trained on: `exact`, its words are those of one turn of a question, `near`, a
-        share of a turn's shingles stands in one question, all its turns together; "" when it may."""
+        share of a turn's shingles stands in one question, all its turns together, or a turn quotes one of a question's (of eight words or
+        more) from end to end; "" when it may."""
         if not self._asked:
             return ""
         for turn in turns:
-            if " ".join(words(turn)) in self._asked:
+            spelt = " ".join(words(turn))
+            if spelt in self._asked:
                 return "exact"
             own = shingles(turn)
             shared = Counter(number for shingle in own for number in self._where.get(shingle, ()))
             if own and max(shared.values(), default=0) / len(own) >= self._near:
+                return "near"
+            if any(asked in f" {spelt} " for number in shared for asked in self._turns[number]):
                 return "near"
         return ""
 

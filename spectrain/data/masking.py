@@ -24,13 +24,16 @@ from spectrain.data.turns import Settings, Tools, say
 Item = Conversation | Prompt | Text | Tokens
 
 
-def encode_chat(tokenizer: Any, messages: Messages, tools: Tools = None, max_length: int | None = None) -> tuple[list[int], list[int]]:
+def encode_chat(
+    tokenizer: Any, messages: Messages, tools: Tools = None, max_length: int | None = None, *, stop_ids: Sequence[int] = ()
+) -> tuple[list[int], list[int]]:  # fmt: skip
     """A conversation in one row: (ids_L, mask_L).
 
     An assistant turn is masked in only if it reads here exactly as it did when it was the last turn. ids and mask are cut at
-    `max_length` together. Raises ValueError when no assistant turn can be supervised, or when it cannot be told what the model said.
+    `max_length` together. stop_ids: as for `ChatEncoder`. Raises ValueError when no assistant turn can be supervised, or when it cannot be
+    told what the model said.
     """
-    template = Template(tokenizer)
+    template = Template(tokenizer, stop_ids=frozenset(stop_ids))
     checked = check_messages(template, messages, tools)
     said = say(template, checked, tools, Settings(rows="conversation"))
     if said.faults:
@@ -40,14 +43,14 @@ def encode_chat(tokenizer: Any, messages: Messages, tools: Tools = None, max_len
 
 def encode_turns(
     tokenizer: Any, messages: Messages, tools: Tools = None, max_length: int | None = None, *,
-    thinking: str = "mixed", template_kwargs: Mapping[str, Any] | None = None,
+    thinking: str = "mixed", template_kwargs: Mapping[str, Any] | None = None, stop_ids: Sequence[int] = (),
 ) -> list[tuple[list[int], list[int]]]:  # fmt: skip
     """A row an assistant turn, each in its own rendering: [(ids_L, mask_L), ...].
 
     thinking: `on` leaves out answers without reasoning, `off` those with; turns that begin behind `max_length` are left out too.
-    Raises ValueError for an answer that the template cannot say, and when no row is left.
+    stop_ids: as for `ChatEncoder`. Raises ValueError for an answer that the template cannot say, and when no row is left.
     """
-    template = Template(tokenizer, template_kwargs or {})
+    template = Template(tokenizer, template_kwargs or {}, frozenset(stop_ids))
     said = say(template, check_messages(template, messages, tools), tools, Settings(rows="turn", thinking=thinking))
     if said.faults:
         raise ValueError(said.faults[0])
@@ -83,10 +86,10 @@ def check_messages(template: Template, messages: Messages, tools: Tools) -> list
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(role, str):
             raise ValueError(f"turn {turn + 1}: needed a message with a role, found {message!r:.80}")
-        content = text_of(message, turn)
-        if len(message) > 2:
+        content, plain = text_of(message, turn), len(message) == 2 and "content" in message
+        if not plain:
             _check_extras(message, turn)
-        for text in (role, content) if len(message) == 2 else texts_of({**message, "content": content}):
+        for text in (role, content) if plain else texts_of({**message, "content": content}):
             _check_text(template.control_token, role, text, turn)
         checked.append(message if message.get("content") is content else {**message, "content": content})
     for text in texts_of({"tools": tools}) if tools else ():

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from spectrain.config import PrepareConfig
 from spectrain.data import coverage, journal
 from spectrain.data.encoding import MASK_RULE, Encoding, Outcome, Outcomes, encoded
-from spectrain.data.filters import Questions, Seen, asked_texts, content_key, key64
+from spectrain.data.filters import DISJOINT_RULE, Questions, Seen, asked_texts, content_key, key64
 from spectrain.data.formats import Conversation, Item, convert, detect
 from spectrain.data.identity import fingerprints
 from spectrain.data.journal import Journal, Stretch
@@ -67,6 +67,7 @@ def _identity(
         "format": FORMAT, "mask_rule": MASK_RULE, "settings": config.model_dump(mode="json", exclude={"workers", "disjoint_from"}),
         "inputs": [[_short(s), s.fingerprint()] for s in sources], "disjoint_from": sorted(s.fingerprint() for s in against),
         "tokenizer_rules": _behaviour(tokenizer), "template_date": _date(tokenizer, config), **made_with,
+        **({"disjoint_rule": DISJOINT_RULE} if against else {}),
     }  # fmt: skip
 
 

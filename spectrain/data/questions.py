@@ -7,7 +7,7 @@ input reordered or lengthened, and goes on with what is missing.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spectrain.config import RegenerateConfig
@@ -18,11 +18,12 @@ INSTRUCTIONS = ("system", "developer")
 
 @dataclass(frozen=True)
 class Question:
-    """Answer t is asked for when the messages `turns[t]` have been said after answer t - 1."""
+    """Answer t is asked for when the messages `turns[t]` have been said after answer t - 1. place: file and row that it came from."""
 
     id: str
     domain: str
     turns: tuple[tuple[Message, ...], ...]
+    place: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def asked(self) -> list[Any]:

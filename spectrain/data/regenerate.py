@@ -162,7 +162,7 @@ class _Turns:
         if dialogue.answers:
             self._file.write([dialogue], self._model)
         else:
-            self._file.reject(dialogue.question.id, str(error))
+            self._file.reject(dialogue.question.id, str(error), **dialogue.question.place)
         self._ended()
 
     def next(self, size: int, batches: int) -> list[Dialogue]:

@@ -62,7 +62,7 @@ def generate(
     repetition_penalty: float = 1.0, frequency_penalty: float = 0.0, presence_penalty: float = 0.0, min_new_tokens: int = 0,
     banned_tokens: Sequence[int] = (), forced_tokens: Mapping[int, int] | None = None, logits_processors: Sequence[Any] = (),
     max_new_tokens: int = 256, stop: Sequence[str] = (), eos: str | int | Iterable[int] | None = "auto", ignore_eos: bool = False,
-    seed: int | Sequence[int] = 0, batch_size: int | None = None, stream: Stream | None = None,
+    seed: int | Sequence[int] = 0, batch_size: int | None = None, max_rounds: int | None = None, stream: Stream | None = None,
     on_row: Callable[[int, RowResult], None] | None = None, compile: bool | Literal["auto"] = "auto",
 ) -> Result:  # fmt: skip
     """Answer prompts (token ids, strings, or chats) with the target, sped up by a drafter; returns `Result`.
@@ -73,7 +73,8 @@ def generate(
     shape: `Chain(5)` when a drafter is given without one. policy: `Adaptive(...)` picks depth and budget anew each round. seed: an int
     (row b gets a seed derived from it and b; row 0 the int itself) or one per prompt. stream(row, tokens, text) is called with
     committed tokens only, on_row(row, result) when a row has ended. batch_size: rows at a time, in plain decoding: the next prompts take
-    the places of rows that have ended (None: all together). compile: how the passes after the prompt's are made (target/passes.py). An
+    the places of rows that have ended (None: all together). max_rounds: the call ends after so many rounds, whatever is answered by then
+    (for measurements). compile: how the passes after the prompt's are made (target/passes.py). An
     answer that would pass the model's length limit ends there with reason "length". Raises ValueError for settings or prompts that cannot
     work.
 
@@ -105,7 +106,9 @@ def generate(
     batch.graphs = graphs_for(target, compile, processors=processing.active)
     waiting = deque(rows[size:])
     _prefill(run, batch, range(size))
-    while going := _going(run, batch, waiting):
+    played = 0
+    while (going := _going(run, batch, waiting)) and played != max_rounds:
+        played += 1
         play_round(run, batch)
         _tell(run, going)
     finish = getattr(batch.session, "finish", None)

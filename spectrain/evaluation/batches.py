@@ -1,8 +1,8 @@
 """Tokens a second by batch, with drafts and without: where the sign flips, and whether a policy made from it holds.
 
-Rows of one batch are answered together, each with the same number of tokens, and counted is all that comes after the prompts: with
-drafts rows end at different times and the batch drains, so that the slowest row decides. (The rounds in which all rows are still at work
-would be a wrong sample: they end with the row whose drafts fit best, and show mostly it. A server that refills its batch gains more.)
+A batch stays full, as in a server with work waiting: of all rows the answer's first tokens are counted, and a row that has them goes on as
+a stand-in for the next one until the slowest has them, too. So a batch's rate is rows × tokens of an answer ÷ mean rounds of an answer ÷
+seconds of a round. (The rounds up to the first row's end would be a wrong sample: they show mostly the row whose drafts fit best.)
 Arms take turns on the same rows (A B A B). Each set of rows is answered several times; of an arm's times with it the median counts, and a
 speed-up is one of totals over all sets. Every turn is kept when it is done, so that a second call makes only what is missing.
 
@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -118,22 +119,24 @@ Way = tuple[Drafter | None, Chain | None, Adaptive | None]
 
 
 def turn(bench: Bench, rows: Sequence[Sequence[int]], arm: Way, max_new_tokens: int | None = None) -> dict[str, Any]:
-    """One call of the generator after its prompts: tokens a second of the whole batch, and the means of its rounds (tokens: a row that
-    began)."""
+    """One call of the generator: tokens a second of a full batch, and the means of its rounds (tokens: a round of an answer's)."""
     drafter, shape, policy = arm
+    most = (max_new_tokens or bench.max_new_tokens) - 1  # the first one comes with the prompt; so many rounds do for every row
+    longest = min(1 + most * (1 + (shape.depth if shape else 0)), bench.target.max_length - max(map(len, rows)))
     result = generate(
-        bench.target, rows, drafter=drafter, shape=shape, policy=policy, max_new_tokens=max_new_tokens or bench.max_new_tokens,
+        bench.target, rows, drafter=drafter, shape=shape, policy=policy, max_new_tokens=longest, ignore_eos=True, max_rounds=most,
         compile=bench.compile,
     )  # fmt: skip
-    every = [r for row in result.rows for r in row.rounds]
-    whole = max((row.rounds for row in result.rows), key=len)
+    rounds_B = [row.rounds for row in result.rows]
+    every, whole = [r for rounds in rounds_B for r in rounds], max(rounds_B, key=len)
     seconds = (result.seconds - sum(row.prefill_seconds for row in result.rows)) / len(whole)
     draft, verify = (sum(r.seconds.get(phase, 0.0) for r in every) / len(whole) for phase in ("draft", "verify"))
-    tokens = sum(r.committed for r in every) / len(whole)
+    needed_B = [1 + sum(tokens < most for tokens in accumulate(r.committed for r in rounds)) for rounds in rounds_B]
+    tau = most * len(rows) / sum(needed_B)
     return {
-        "draft": draft, "verify": verify, "other": seconds - draft - verify, "rounds": len(whole), "tokens": tokens / len(rows),
+        "draft": draft, "verify": verify, "other": seconds - draft - verify, "rounds": len(whole), "tokens": tau,
         "nodes": sum(r.nodes for r in whole) / len(whole) - 1, "depth": sum(r.depth for r in every) / len(every),
-        "tokens_per_s": tokens / seconds, "mode": result.mode,
+        "tokens_per_s": len(rows) * tau / seconds, "mode": result.mode,
     }  # fmt: skip
 
 
@@ -226,9 +229,9 @@ def _row(
     found: Mapping[str, Sequence[Mapping[str, Any]]], costs: Costs, survival: Sequence[float], *, batch: int, depth: int, most: int, sets: int
 ) -> dict[str, Any]:
     """Figures of a batch: tokens a second by arm, of totals (all answers have one length), speed-ups with the lowest and highest of a set,
-    and what costs and calibrated acceptance predict of a batch that stays full.
+    and what costs and calibrated acceptance predict.
 
-    depth: of the table; most: of the shape. break_even and its parts: of a round, in rounds of plain decoding; tau: of a row that began.
+    depth: of the table; most: of the shape. break_even and its parts: of a round, in rounds of plain decoding.
     """
     by_set = {arm: [statistics.median(t["tokens_per_s"] for t in turns[n::sets]) for n in range(sets)] for arm, turns in found.items()}
     rate = {arm: statistics.harmonic_mean(rates) for arm, rates in by_set.items()}

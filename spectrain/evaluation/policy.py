@@ -142,7 +142,7 @@ def advice_by_service(speed: Mapping[str, Mapping[str, Any]], batch: Mapping[str
     """
     told = _latency(speed)
     if batch is None:
-        return [*told, "Throughput: batches were not measured here; `spectrain bench` says from which batch on drafting loses."]
+        return [*told, "Throughput: batches were not measured here; the command spectrain bench says from which batch on drafting loses."]
     for name, found in batch["drafters"].items():
         told += _throughput(name, found)
     return told

@@ -75,6 +75,16 @@ def test_report_does_not_tell_that_the_target_changed(project: Path, joint: tupl
     assert json.loads(as_json.stdout)["tokens"]
 
 
+def test_bench_does_not_tell_that_the_target_changed(project: Path, joint: tuple[Path, Result], cli: Callable[..., Result]) -> None:
+    out, _ = joint
+    small = ["--set", "repeats=1", "--set", "prompts=1", "--max-new-tokens", "6", "--context", "24", "--suite", project / "eval/suites/tiny.yaml"]
+    result = cli("bench", "--target", project / "target", "--head", out / "head", "--batch", "1", *small, "--out", out / "bench")
+    assert result.exit_code == 0, result.output
+    made, found = (json.loads((out / file).read_text()) for file in ("head/made_with.json", "bench/bench.json"))
+    assert found["target_change"] == {"adapter_sha256": made["adapter_sha256"], **made["target_change"]}
+    assert flat(found["service"][0]).startswith("The target was changed by the adapter") and found["service"][0][:60] in flat(result.output)
+
+
 def test_head_is_exported_for_a_target_that_it_does_not_fit(project: Path, joint: tuple[Path, Result], cli: Callable[..., Result]) -> None:
     """Refused with the way out, and the way leads there: a merged copy, which the head then fits."""
     out, _ = joint

@@ -171,7 +171,7 @@ def test_command_ends_well_where_a_condition_fails(place: Path, cli: Cli, tmp_pa
     few = ["--temperature", "0", "--out", tmp_path / "a"]
     result = cli(*ask, *few, "--require", "tau>=1", "--require", "tau.red>=99")
     assert result.exit_code == 1 and "not met: tau.red>=99 (found " in result.stderr and "hours" in " ".join(result.output.split())
-    assert "Latency (batch 1)" in result.output and "`spectrain bench` says from which batch on drafting loses" in result.output
+    assert "Latency (batch 1)" in result.output and "spectrain bench says from which batch on drafting loses" in result.output
     report = json.loads((tmp_path / "a/report.json").read_text())
     assert [gate["met"] for gate in report["gates"]] == [True, False] and report["suite"]["turns"] == 9
     assert report["tau"]["plain"]["all (micro)"]["prompts"] == 6 and report["suite"]["name"] == "own v1"

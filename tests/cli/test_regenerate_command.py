@@ -79,7 +79,10 @@ def test_counts_do_not_add_up(folder: str, tmp_path: Path, capsys: pytest.Captur
         ["system", "user", "assistant", "user", "assistant"], ["system", "user", "assistant"]
     )  # fmt: skip
     assert found["talk"]["domain"] == "chats" and found["p0"]["domain"] == "math"
-    reasons = {row["id"]: row["reason"] for row in rows(out.with_suffix(".rejected.jsonl"))}
+    rejected = rows(out.with_suffix(".rejected.jsonl"))
+    places = {row["id"]: row["row"] for row in rejected if row["file"] == str(chats)}
+    assert places == {"tool": 2, "chats:3": 3, "control": 4, "long": 5}, "a row without an answer cannot be found in its file"
+    reasons = {row["id"]: row["reason"] for row in rejected}
     for name, reason in {
         "tool": "the first answer is a tool call", "chats:3": "unreadable: ", "control": "control token '<end>'",
         "long": "too long: 50 tokens",

@@ -67,6 +67,8 @@ QUESTION = ["unrelated first turn", "A train leaves at noon and runs at forty mi
         ("When does a train that leaves at noon at forty miles an hour come to the lake or to the sea?", ""),
         ("Unrelated, first turn!", "exact"),
         ("…", ""),
+        (f"{'Read on. ' * 90}{QUESTION[1]} Say it in one line.", "near"),  # a small part of the turn, and all of the question
+        (f"{'Read on. ' * 90}{QUESTION[1].removesuffix(' sea?')} lake?", ""),
     ],
 )
 def test_evaluation_prompts_are_found_again(turn: str, fault: str) -> None:
@@ -84,7 +86,7 @@ def test_shingles_are_runs_of_eight_words() -> None:
 def test_shingles_of_two_questions_do_not_add_up() -> None:
     words = [f"w{i}" for i in range(40)]
     questions = Questions([[" ".join(words[:12])], [" ".join(words[20:32])]], near=0.4)
-    turn = " ".join([*words[:12], *words[20:32]])  # five shingles of seventeen in each
+    turn = " ".join([*words[:11], *words[20:31]])  # four shingles of fifteen in each
     assert questions.fault([turn]) == ""
     assert Questions([[" ".join(words[:12]), " ".join(words[20:32])]], near=0.4).fault([turn]) == "near"
 

@@ -189,6 +189,8 @@ TOOLS = [{"type": "function", "function": {"name": "sky", "description": "<end>"
     ({"role": "assistant", "content": "", "tool_calls": call({"a": {"b": ["<end>"]}})}, r"turn 1 \(assistant\)"),
     ({"role": "assistant", "content": "", "tool_calls": call('{"<end>": 1}')}, r"turn 1 \(assistant\)"),
     ({"role": "assistant", "content": "x", "reasoning_content": "<start>"}, r"turn 1 \(assistant\)"),
+    ({"role": "assistant", "tool_calls": call({"a": "<end>"})}, r"turn 1 \(assistant\)"),  # without content, as some servers write it
+    ({"role": "assistant", "reasoning_content": "<start>"}, r"turn 1 \(assistant\)"),
     ({"role": "tool", "content": "<end>"}, r"turn 1 \(tool\)"), ({"role": "user", "content": "<think>"}, r"turn 1 \(user\)"),
     ({"role": "user", "content": [{"type": "text", "text": "<end>"}]}, r"turn 1 \(user\)"),
 ])  # fmt: skip

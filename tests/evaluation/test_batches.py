@@ -111,16 +111,18 @@ def test_kept_results_are_made_again(tmp_path: Path) -> None:
     assert Kept(tmp_path / "runs.jsonl", "a").has("pair", 2)
 
 
-def test_speed_of_a_turn_is_of_one_row(target: Target) -> None:
+def test_batch_drains(target: Target) -> None:
+    """Rows that have their answer go on, so that no round is of fewer rows; only the answers' own rounds make tau."""
+    rows = [[7, 40, 12], [9, 9, 9, 9], [3, 30, 8]]
     bench = bench_of(target, [], max_new_tokens=12)
-    found = batches.turn(bench, [[7, 40, 12], [9, 9, 9, 9], [3, 30, 8]], (NGram(), Chain(2), None))
-    whole = generate(target, [[7, 40, 12], [9, 9, 9, 9], [3, 30, 8]], drafter=NGram(), shape=Chain(2), max_new_tokens=12, compile=False)
-    lengths, committed = [len(row.rounds) for row in whole.rows], sum(len(row.tokens) - 1 for row in whole.rows)
-    assert len(set(lengths)) > 1  # rows end at different times, and the rounds of those that are left count, too
-    assert found["rounds"] == max(lengths) and found["tokens"] * max(lengths) * 3 == pytest.approx(committed)
+    found = batches.turn(bench, rows, (NGram(), Chain(2), None))
+    apart = [generate(target, [r], drafter=NGram(), shape=Chain(2), max_new_tokens=12, ignore_eos=True, compile=False) for r in rows]
+    needed = [len(one.rows[0].rounds) for one in apart]
+    assert len(set(needed)) > 1 and found["rounds"] == 11 and found["tokens"] == pytest.approx(3 * 11 / sum(needed))
     seconds = found["draft"] + found["verify"] + found["other"]
     assert found["tokens_per_s"] == pytest.approx(3 * found["tokens"] / seconds) and found["mode"] == "eager"
     assert 0 < found["nodes"] <= 2 and 0 < found["depth"] <= 2
+    assert batches.turn(bench, rows, (None, None, None))["tokens"] == 1.0
 
 
 def test_disturbed_turn_is_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,16 @@
 """RE3: a half-built feature store is taken for one of other settings. The refusal names the field; another draft vocabulary is a hit."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
 
-from spectrain.config import CaptureConfig
+from spectrain.cli import stages
+from spectrain.config import CaptureConfig, Recipe
 from spectrain.data.rows import Row
 from spectrain.target.capture import capture
 from spectrain.target.features import FeatureStore
@@ -79,3 +82,23 @@ def test_reader_takes_a_store_of_other_rows(half: Path, target: Target) -> None:
     for rows, named in ((SHUFFLED, "the same rows in another order"), (CUT, "other rows"), (ROWS[:5], "rows = 6, needed 5")):
         with pytest.raises(ValueError, match=f"captured from other rows: .*{named}"):
             FeatureStore(half, rows)
+
+
+def test_learning_rate_or_draft_vocabulary_makes_rows_and_states_anew(target: Target, tmp_path: Path) -> None:
+    """Neither rows nor states depend on them: the second and third run in the folder find both done."""
+    turns = [({"role": "user", "content": f"w{10 + i}"}, {"role": "assistant", "content": f"w{30 + i} w40 w50"}) for i in range(6)]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps({"id": f"c{i}", "domain": "d", "messages": chat}) + "\n" for i, chat in enumerate(turns)))
+    recipe = {
+        "name": "x", "target": {"name": "x"}, "data": {"answers": {"prompts": "x", "file": "x", "mix": {"d": 6}}},
+        "head": {"layer_ids": [1, 2], "draft_vocab_size": 40}, "training": {"lr": 1e-3},
+    }  # fmt: skip
+    states, stamps = [], []
+    for part, changes in (("head", {}), ("training", {"lr": 2e-3}), ("head", {"draft_vocab_size": 20})):
+        one = Recipe.model_validate({**recipe, part: {**recipe[part], **changes}})
+        data = stages.make_rows(one, target, file, tmp_path / "run")
+        assert len(stages.capture_states(one, target, data, tmp_path / "run", Accelerator(cpu=True), lambda line: None)) == 6
+        states.append(data.report.state)
+        stamps.append({p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.suffix in (".arrow", ".safetensors", ".json")})
+    assert states == ["built", "unchanged", "unchanged"]
+    assert len(stamps[0]) >= 4 and stamps[0] == stamps[1] == stamps[2]

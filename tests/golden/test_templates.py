@@ -150,6 +150,15 @@ def test_thinking_switch_is_not_the_one_the_answer_was_given_under(family, think
     assert ("thinking is" in found[0].note) == (thinking != "mixed") and len(found[0].taught) == len(expected)
 
 
+def test_end_that_the_generation_settings_name_is_not_supervised(family) -> None:
+    """DM3: GLM ends an answer with the header of the next turn, which neither its template nor its tokenizer calls an end."""
+    tokenizer = family("glm4moe")
+    stops = [tokenizer.convert_tokens_to_ids("<|user|>")]
+    assert [said(tokenizer, *encode_chat(tokenizer, CHATS["multi"], stop_ids=stops))] == GOLDEN["glm4moe"]["multi"]
+    rows = encode_turns(tokenizer, CHATS["reason"], stop_ids=stops)
+    assert [said(tokenizer, *row) for row in rows] == GOLDEN["glm4moe"]["reason"]
+
+
 @pytest.mark.parametrize("name", [n for n in GOLDEN if n not in ("qwen3", "glm4moe")] + ["qwen3"])
 def test_prompt_of_a_row_is_not_the_prompt_of_the_generator(family, name: str) -> None:
     """TP1, rule 2: one source of ids for training and serving; the first token once."""
