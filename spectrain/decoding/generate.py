@@ -73,10 +73,9 @@ def generate(
     shape: `Chain(5)` when a drafter is given without one. policy: `Adaptive(...)` picks depth and budget anew each round. seed: an int
     (row b gets a seed derived from it and b; row 0 the int itself) or one per prompt. stream(row, tokens, text) is called with
     committed tokens only, on_row(row, result) when a row has ended. batch_size: rows at a time, in plain decoding: the next prompts take
-    the places of rows that have ended (None: all together). max_rounds: the call ends after so many rounds, whatever is answered by then
-    (for measurements). compile: how the passes after the prompt's are made (target/passes.py). An
-    answer that would pass the model's length limit ends there with reason "length". Raises ValueError for settings or prompts that cannot
-    work.
+    the places of rows that have ended (None: all together). max_rounds: after them the call ends. compile: how passes after the prompt's are
+    made (target/passes.py). An answer that would pass the model's length limit ends there with reason "length". Raises ValueError for
+    settings or prompts that cannot work.
 
     A row's answer is the one it gets alone with its seed, up to rounding (float32 passes of other sizes round otherwise) and but for
     policies that look at the batch (decoding/policies.py). A target serves one call at a time: its hooks are not shared by threads.
@@ -89,7 +88,7 @@ def generate(
     )  # fmt: skip
     shape = Chain(5) if shape is None else shape
     _check_parts(target, drafter, shape, policy, processing)
-    _check_batch(batch_size, drafter, processing)
+    _check_batch(batch_size, max_rounds, drafter, processing)
     law, rule = law_and_rule(rule, shape, temperature=temperature, drafter=drafter)
     ends = frozenset() if ignore_eos else end_ids(eos, target)
     rows = rows_of(target, prompts, ends=ends, stop=stop_strings(stop), max_new_tokens=max_new_tokens, seed=seed)
@@ -158,13 +157,12 @@ def _check_parts(target: Target, drafter: Any, shape: Any, policy: Any, processi
         raise ValueError(f"forced_tokens holds id {unknown[0]}, the tokenizer of {target.name} ends at {target.num_ids - 1}")
 
 
-def _check_batch(batch_size: int | None, drafter: Drafter | None, processing: Processing) -> None:
-    """ValueError for a batch size that is none, or for what cannot begin anew in the middle of a batch."""
-    if batch_size is None:
-        return
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size must be None or an integer of at least 1, found {batch_size!r}")
-    if drafter is not None or processing.active:
+def _check_batch(batch_size: int | None, max_rounds: int | None, drafter: Drafter | None, processing: Processing) -> None:
+    """ValueError for numbers of rows or rounds that are none, or for what cannot begin anew in the middle of a batch."""
+    for name, number in (("batch_size", batch_size), ("max_rounds", max_rounds)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ValueError(f"{name} must be None or an integer of at least 1, found {number!r}")
+    if batch_size is not None and (drafter is not None or processing.active):
         found = "penalties, bans or processors" if drafter is None else f"the drafter {type(drafter).__name__}"
         raise ValueError(f"batch_size={batch_size} is for plain decoding, found {found}; leave it out and give that many prompts a call")
 

@@ -226,7 +226,8 @@ def _costs_of(bench: Bench, drafter: Drafter, shape: Chain) -> dict[str, Any]:
 
 
 def _row(
-    found: Mapping[str, Sequence[Mapping[str, Any]]], costs: Costs, survival: Sequence[float], *, batch: int, depth: int, most: int, sets: int
+    found: Mapping[str, Sequence[Mapping[str, Any]]], costs: Costs, survival: Sequence[float], *, batch: int, depth: int, most: int,
+    sets: int,
 ) -> dict[str, Any]:
     """Figures of a batch: tokens a second by arm, of totals (all answers have one length), speed-ups with the lowest and highest of a set,
     and what costs and calibrated acceptance predict.

@@ -77,7 +77,8 @@ def test_report_does_not_tell_that_the_target_changed(project: Path, joint: tupl
 
 def test_bench_does_not_tell_that_the_target_changed(project: Path, joint: tuple[Path, Result], cli: Callable[..., Result]) -> None:
     out, _ = joint
-    small = ["--set", "repeats=1", "--set", "prompts=1", "--max-new-tokens", "6", "--context", "24", "--suite", project / "eval/suites/tiny.yaml"]
+    small = ["--set", "repeats=1", "--set", "prompts=1", "--max-new-tokens", "6", "--context", "24"]
+    small += ["--suite", project / "eval/suites/tiny.yaml"]
     result = cli("bench", "--target", project / "target", "--head", out / "head", "--batch", "1", *small, "--out", out / "bench")
     assert result.exit_code == 0, result.output
     made, found = (json.loads((out / file).read_text()) for file in ("head/made_with.json", "bench/bench.json"))

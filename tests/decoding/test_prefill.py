@@ -118,9 +118,17 @@ def test_answers_that_end_at_once_stop_the_refilling(make_table_target: Callable
     ("settings", "message"),
     [
         ({"batch_size": 0}, "at least 1, found 0"), ({"batch_size": 2.5}, "found 2.5"), ({"batch_size": True}, "found True"),
+        ({"max_rounds": 0}, "max_rounds must be None or an integer of at least 1"),
         ({"batch_size": 2, "drafter": NGram()}, "found the drafter NGram"), ({"batch_size": 2, "banned_tokens": [4]}, "found penalties"),
     ],
 )  # fmt: skip
 def test_batch_size_that_cannot_work_is_taken(target: Target, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(target, [[7], [8]], **settings)
+
+
+def test_rounds_go_on_or_lose_what_they_said(target: Target) -> None:
+    whole = generate(target, [[7, 40, 12], [9, 9, 9, 9]], drafter=NGram(), max_new_tokens=12, ignore_eos=True)
+    cut = generate(target, [[7, 40, 12], [9, 9, 9, 9]], drafter=NGram(), max_new_tokens=12, ignore_eos=True, max_rounds=3)
+    for row, full in zip(cut.rows, whole.rows, strict=True):
+        assert len(row.rounds) == 3 and row.tokens == full.tokens[: 1 + sum(r.committed for r in full.rounds[:3])]
