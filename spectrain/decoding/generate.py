@@ -73,8 +73,8 @@ def generate(
     shape: `Chain(5)` when a drafter is given without one. policy: `Adaptive(...)` picks depth and budget anew each round. seed: an int
     (row b gets a seed derived from it and b; row 0 the int itself) or one per prompt. stream(row, tokens, text) is called with
     committed tokens only, on_row(row, result) when a row has ended. batch_size: rows at a time, in plain decoding: the next prompts take
-    the places of rows that have ended (None: all together). max_rounds: after them the call ends. compile: how passes after the prompt's are
-    made (target/passes.py). An answer that would pass the model's length limit ends there with reason "length". Raises ValueError for
+    the places of rows that have ended (None: all together). max_rounds: after them the call ends. compile: how passes after the prompt's
+    are made (target/passes.py). An answer that would pass the model's length limit ends there with reason "length". Raises ValueError for
     settings or prompts that cannot work.
 
     A row's answer is the one it gets alone with its seed, up to rounding (float32 passes of other sizes round otherwise) and but for
