@@ -118,11 +118,13 @@ def calibrate(bench: Bench, drafter: Drafter, shape: Chain) -> dict[str, Any]:
 Way = tuple[Drafter | None, Chain | None, Adaptive | None]
 
 
-def turn(bench: Bench, rows: Sequence[Sequence[int]], arm: Way, max_new_tokens: int | None = None) -> dict[str, Any]:
-    """One call of the generator: tokens a second of a full batch, and the means of its rounds (tokens: a round of an answer's)."""
+def turn(bench: Bench, rows: Sequence[Sequence[int]], arm: Way, deepest: int, max_new_tokens: int | None = None) -> dict[str, Any]:
+    """One call of the generator: tokens a second of a full batch, and the means of its rounds (tokens: a round of an answer's).
+
+    deepest: of all arms that are compared, so that the cache of each has the same size."""
     drafter, shape, policy = arm
     most = (max_new_tokens or bench.max_new_tokens) - 1  # the first one comes with the prompt; so many rounds do for every row
-    longest = min(1 + most * (1 + (shape.depth if shape else 0)), bench.target.max_length - max(map(len, rows)))
+    longest = min(1 + most * (1 + deepest), bench.target.max_length - max(map(len, rows)))
     result = generate(
         bench.target, rows, drafter=drafter, shape=shape, policy=policy, max_new_tokens=longest, ignore_eos=True, max_rounds=most,
         compile=bench.compile,
@@ -145,14 +147,19 @@ def turns(
 ) -> dict[str, list[dict[str, Any]]]:
     """All pairs of a batch by arm; the arm that begins changes from pair to pair."""
     what = [_pair(name, batch, pair) for pair in range(bench.pairs(batch))]
+    deepest = max(shape.depth for _, shape, _ in arms.values() if shape is not None)
+
+    def run(rows: Sequence[Sequence[int]], order: Sequence[str]) -> dict[str, Any]:
+        return {arm: turn(bench, rows, arms[arm], deepest) for arm in order}
+
     if not all(kept.has(*of) for of in what):
         for way in arms.values():
-            turn(bench, [list(bench.prompts[prompts[0]])[-WARM_UP:]] * batch, way, WARM_UP)
+            turn(bench, [list(bench.prompts[prompts[0]])[-WARM_UP:]] * batch, way, deepest, WARM_UP)
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for pair, of in enumerate(what):
         order = list(arms)[pair % len(arms) :] + list(arms)[: pair % len(arms)]
         rows = bench.rows(batch, pair, prompts)
-        result = kept.once(partial(_pair_of, bench, rows, order, arms), *of)
+        result = kept.once(partial(run, rows, order), *of)
         for arm in order:
             found[arm].append(result[arm])
         bar.update()
@@ -180,10 +187,6 @@ def minutes(bench: Bench, kept: Mapping[str, Kept], drafts: Mapping[str, tuple[D
 
 def _pair(name: str, batch: int, pair: int) -> tuple[str, str, int, int]:
     return "pair", name, batch, pair
-
-
-def _pair_of(bench: Bench, rows: Sequence[Sequence[int]], order: Sequence[str], arms: Mapping[str, Way]) -> dict[str, Any]:
-    return {arm: turn(bench, rows, arms[arm]) for arm in order}
 
 
 def measure(bench: Bench, kept: Kept, name: str, drafter: Drafter, shape: Chain, say: Callable[[str], None]) -> dict[str, Any]:

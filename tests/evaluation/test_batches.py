@@ -58,7 +58,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, rates: Callable[[int, int, bool], floa
     """Turns whose tokens a second are `rates(rows, depth, adaptive)`; returns the turns that are made."""
     made: list[tuple[int, int, bool]] = []
 
-    def turn(bench: Bench, rows: Any, way: Any, max_new_tokens: int | None = None) -> dict[str, Any]:
+    def turn(bench: Bench, rows: Any, way: Any, deepest: int, max_new_tokens: int | None = None) -> dict[str, Any]:
         drafter, shape, policy = way
         depth = shape.depth if shape else 0
         if max_new_tokens is None:
@@ -115,14 +115,14 @@ def test_batch_drains(target: Target) -> None:
     """Rows that have their answer go on, so that no round is of fewer rows; only the answers' own rounds make tau."""
     rows = [[7, 40, 12], [9, 9, 9, 9], [3, 30, 8]]
     bench = bench_of(target, [], max_new_tokens=12)
-    found = batches.turn(bench, rows, (NGram(), Chain(2), None))
+    found = batches.turn(bench, rows, (NGram(), Chain(2), None), 2)
     apart = [generate(target, [r], drafter=NGram(), shape=Chain(2), max_new_tokens=12, ignore_eos=True, compile=False) for r in rows]
     needed = [len(one.rows[0].rounds) for one in apart]
     assert len(set(needed)) > 1 and found["rounds"] == 11 and found["tokens"] == pytest.approx(3 * 11 / sum(needed))
     seconds = found["draft"] + found["verify"] + found["other"]
     assert found["tokens_per_s"] == pytest.approx(3 * found["tokens"] / seconds) and found["mode"] == "eager"
     assert 0 < found["nodes"] <= 2 and 0 < found["depth"] <= 2
-    assert batches.turn(bench, rows, (None, None, None))["tokens"] == 1.0
+    assert batches.turn(bench, rows, (None, None, None), 2)["tokens"] == 1.0
 
 
 def test_disturbed_turn_is_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
