@@ -102,7 +102,7 @@ def _batches(report: Report) -> list[Table]:
     if not rows:
         return []
     head = "drafter | batch | drafting | predicted | tokens/s plain | always drafting | depth by batch | adaptive | depth | τ | break-even"
-    note = "Tokens a second of all rows together; in brackets the lowest and highest pair of runs. Depth: of the policy by batch."
+    note = "Tokens a second of a batch that stays full; in brackets the lowest and highest set of rows. Depth: of the policy by batch."
     note += "".join(f" Passes: {how}." for how in made)
     tables = [Table("By batch", " ".join(filter(None, [note, *told])), head, rows)]
     how = "How an engine, or this generator, is told to draft by batch."

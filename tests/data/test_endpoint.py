@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from spectrain.config import RegenerateConfig
 from spectrain.data.answers import AnswerFile, Tally
 from spectrain.data.endpoint import GIVE_UP, Endpoint, _retry_after, answer_through, look, pause
 from spectrain.data.formats import Prompt
-from spectrain.data.questions import settings_of
+from spectrain.data.questions import Question, question_of, settings_of
 from spectrain.data.regenerate import open_dialogues
 
 Reply = tuple[int, Any] | tuple[int, Any, dict[str, str]] | None  # status, body, headers; None: the connection is cut
@@ -103,7 +104,7 @@ def prompts(n: int, turns: int = 1) -> list[Prompt]:
     return [Prompt(f"id{i}", "chat", tuple(f"question {i}.{t}" for t in range(turns)), "s") for i in range(n)]
 
 
-def run(server: Server, out: Path, asked: list[Prompt], config: RegenerateConfig | None = None, **changes: Any) -> Tally:
+def run(server: Server, out: Path, asked: list[Any], config: RegenerateConfig | None = None, **changes: Any) -> Tally:
     endpoint = Endpoint(**{"url": server.url, "model": "m", "retries": 3, "timeout": 5.0, "first_pause": 0.01, "concurrency": 8, **changes})
     config = config or RegenerateConfig(max_new_tokens=9)
     with AnswerFile(out) as file:
@@ -112,9 +113,7 @@ def run(server: Server, out: Path, asked: list[Prompt], config: RegenerateConfig
 
 
 def _question(item: Any) -> Any:
-    from spectrain.data.questions import question_of
-
-    return question_of(item)
+    return item if isinstance(item, Question) else question_of(item)
 
 
 def rows(out: Path) -> list[dict]:
@@ -206,9 +205,11 @@ def test_refused_row_is_tried_again_or_stops_the_run(server: Server, tmp_path: P
         return echo(body)
 
     server.script = script
-    tally = run(server, tmp_path / "a.jsonl", prompts(4))
+    asked = [replace(_question(prompt), place={"file": "f", "row": i}) for i, prompt in enumerate(prompts(4), 1)]
+    tally = run(server, tmp_path / "a.jsonl", asked)
     assert (tally.answered, tally.rejected) == (3, 1) and len(server.seen) == 4
-    assert rejected(tmp_path / "a.jsonl") == [{"id": "id1", "reason": "refused by the server: 400 maximum context length is 8"}]
+    reason = "refused by the server: 400 maximum context length is 8"
+    assert rejected(tmp_path / "a.jsonl") == [{"id": "id1", "file": "f", "row": 2, "reason": reason}]
 
 
 def test_refused_rows_far_from_each_other_stop_the_run(server: Server, tmp_path: Path) -> None:

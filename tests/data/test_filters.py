@@ -57,6 +57,7 @@ def test_content_is_what_was_said_and_not_how_it_was_filed() -> None:
 
 
 QUESTION = ["unrelated first turn", "A train leaves at noon and runs at forty miles an hour; when does it come to the sea?"]
+PASSAGE = " ".join(f"word{i}" for i in range(180))
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,8 @@ QUESTION = ["unrelated first turn", "A train leaves at noon and runs at forty mi
         ("When does a train that leaves at noon at forty miles an hour come to the lake or to the sea?", ""),
         ("Unrelated, first turn!", "exact"),
         ("…", ""),
-        (f"{'Read on. ' * 90}{QUESTION[1]} Say it in one line.", "near"),  # a small part of the turn, and all of the question
-        (f"{'Read on. ' * 90}{QUESTION[1].removesuffix(' sea?')} lake?", ""),
+        (f"{PASSAGE} {QUESTION[1]} Say it in one line.", "near"),  # a small part of the turn, and all of the question
+        (f"{PASSAGE} {QUESTION[1].removesuffix(' sea?')} lake?", ""),
     ],
 )
 def test_evaluation_prompts_are_found_again(turn: str, fault: str) -> None:

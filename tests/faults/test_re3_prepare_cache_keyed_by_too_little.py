@@ -124,6 +124,19 @@ def test_changed_evaluation_prompts_make_them_anew(bench: Bench) -> None:
     assert {row.id for row in RowStore(bench.folder / "out")} == {f"r{i}" for i in range(20)} - {"r3"}
 
 
+def test_a_changed_rule_for_evaluation_prompts_makes_them_anew(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where there are any."""
+    asked = bench.folder / "asked.jsonl"
+    asked.write_text('{"id": "q", "domain": "d", "prompt": "w12"}\n')
+    monkeypatch.setattr(module, "DISJOINT_RULE", module.DISJOINT_RULE + 1)
+    assert bench().state == "unchanged"
+    settings = {"disjoint_from": (str(asked),)}
+    bench(**settings)
+    monkeypatch.setattr(module, "DISJOINT_RULE", module.DISJOINT_RULE + 1)
+    report = bench(**settings)
+    assert report.state == "rebuilt" and report.why[0].startswith("disjoint_rule")
+
+
 def test_half_a_store_of_other_settings_is_not_gone_on_with(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module, "CHUNK_ROWS", 2)
