@@ -251,7 +251,8 @@ def _row(
     return {
         "batch": batch, PLAIN: rate[PLAIN], ALWAYS: rate[ALWAYS], TABLE: rate[named], ADAPTIVE: rate[ADAPTIVE],
         "speedup": rate[ALWAYS] / rate[PLAIN], "lo": min(always), "hi": max(always), "sets": sets,
-        "pairs": len(found[PLAIN]), "tau": mean(ALWAYS, "tokens"), "break_even": sum(parts.values()), **parts,
+        "pairs": len(found[PLAIN]), "tau": statistics.harmonic_mean([turn["tokens"] for turn in found[ALWAYS]]),
+        "break_even": sum(parts.values()), **parts,
         "predicted": tau_from_survival(survival, most) / costs.break_even(mean(ALWAYS, "depth"), mean(ALWAYS, "nodes"), batch),
         "v": costs.verify(1 + most, batch) / costs.verify(1, batch), "c": costs.step(batch), "k": depth,
         "mode": found[ALWAYS][0]["mode"], "adaptive_depth": mean(ADAPTIVE, "depth"),
