@@ -110,6 +110,7 @@ def read_questions(
                 continue
             try:
                 item = convert(raw.value, format=dialect, name=name, domain=config.domain or stem, columns=config.columns)
+                name = item.id or name
                 yield replace(question_of(item), place=where)
             except ValueError as error:
                 file.reject(name, f"unusable: {error}", **where)
