@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import spectrain as st
+from spectrain.cli.bench import _latency as latency_cells
 from spectrain.evaluation import batches
 from spectrain.yields import Costs
 
@@ -94,3 +95,11 @@ def test_refusals_come_late(project: Path, cli: Callable[..., Any], options: lis
     suite = [] if "--suite" in options else ["--suite", project / "eval/suites/tiny.yaml"]
     result = cli("bench", "--target", project / "target", "--out", project / "runs/none", *suite, *options)
     assert result.exit_code == 1 and message in " ".join(result.output.split()), result.output
+
+
+def test_gain_is_over_another_drafters_plain_decoding() -> None:
+    """Drafters are timed one after the other; a machine that was slower at first would flatter the second."""
+    slow = {"batch": 1, "plain": 10.0, "speculative": 12.0, "table": 12.0, "k": 4}
+    fast = {"batch": 1, "plain": 20.0, "speculative": 22.0, "table": 22.0, "k": 4}
+    found = latency_cells({"drafters": {"ngram": {"rows": [slow]}, "suffix": {"rows": [fast]}}})
+    assert [found[name]["speedup"] for name in ("ngram", "suffix")] == pytest.approx([1.2, 1.1])
