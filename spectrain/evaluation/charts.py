@@ -362,7 +362,7 @@ def _training(report: Report) -> Panels | None:
         panels.append(Panel("α by draft step", x, SHARE, drafts))
     if any(value is not None for value in measured):
         panels.append(Panel("measured τ", x, nice(measured, 3), [line("measured τ", 0, measured)]))
-    note = f"Over steps; {steps[-1].minutes or 0:.0f} minutes to step {steps[-1].step:,}."
+    note = f"Over steps; {steps[-1].minutes or 0:.0f} min to step {steps[-1].step:,}."
     return Panels("Training", note, panels, legend=[f"draft {i + 1}" for i in range(width)])
 
 
