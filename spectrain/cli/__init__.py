@@ -117,8 +117,9 @@ def prepare(
     target: Annotated[str, typer.Option(help="Hub name, folder or .gguf file; only its tokenizer is loaded.")],
     out: Annotated[Path, typer.Option(help="Folder of the rows.")],
     format_: Annotated[
-        str, typer.Option("--format", help="Dialect of the inputs: messages, sharegpt, alpaca, pair, prompt, text or tokens.")
-    ] = "auto",
+        list[str] | None,
+        typer.Option("--format", help="messages, sharegpt, alpaca, pair, prompt, text or tokens: of all inputs, or as PATTERN=DIALECT."),
+    ] = None,
     show: Annotated[int, typer.Option(min=0, help="Print some rows, supervised tokens in colour.")] = 0,
     disjoint_from: Annotated[
         list[str] | None, typer.Option(help="Evaluation prompts that must not be trained on (file or folder); may be repeated.")
@@ -128,9 +129,11 @@ def prepare(
     set_: Set = None,
 ) -> None:
     """Turn conversations into rows of token ids with their loss mask; every row that is not used is listed with its reason."""
+    from spectrain.cli.prepare import formats
     from spectrain.cli.prepare import prepare_rows as run
 
-    own = [f"format={format_}", f"workers={workers}", *([f"disjoint_from={json.dumps(disjoint_from)}"] if disjoint_from else [])]
+    own = [f"workers={workers}", *([f"disjoint_from={json.dumps(disjoint_from)}"] if disjoint_from else [])]
+    own += [f"format={json.dumps(formats(format_))}"] if format_ else []
     run(inputs, target=target, out=out, overrides=[*own, *(set_ or [])], show=show, as_json=json_)
 
 

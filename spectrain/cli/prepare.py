@@ -50,6 +50,13 @@ def stop_ids(name: str, revision: str | None = None) -> list[int]:
     return found if isinstance(found, list) else [] if found is None else [found]
 
 
+def formats(given: Sequence[str]) -> str | dict[str, str]:
+    """`--format` as a setting: one dialect for all inputs, or dialects by pattern; one without a pattern is for what no pattern fits."""
+    rules = dict(part.rpartition("=")[::2] for part in given)
+    rest = rules.pop("", None)
+    return rest or "auto" if not rules else rules | ({"*": rest} if rest else {})
+
+
 def prepare_rows(
     inputs: Sequence[str], *, target: str, out: Path, overrides: Sequence[str] = (), show: int = 0, as_json: bool = False
 ) -> None:  # fmt: skip

@@ -13,11 +13,11 @@ from rich.console import Console
 from spectrain.config import RegenerateConfig, override, validate
 from spectrain.data.answers import Answer, AnswerFile, Dialogue, Tally, beside
 from spectrain.data.endpoint import Endpoint, answer_through, look
-from spectrain.data.formats import Message, convert, detect
+from spectrain.data.formats import Message, convert
 from spectrain.data.masking import check_messages
 from spectrain.data.questions import Question, question_of, settings_of
 from spectrain.data.regenerate import Take, answer_in_batches, odd_answers, open_dialogues, split_reasoning
-from spectrain.data.sources import Source, check_columns, find_sources
+from spectrain.data.sources import Source, check_columns, check_formats, dialect_of, find_sources
 from spectrain.data.templates import SWITCHES, Template
 from spectrain.decoding.generate import generate
 from spectrain.planning.batches import BATCHES
@@ -97,11 +97,10 @@ def read_questions(
 ) -> Iterator[Question]:  # fmt: skip
     """What every usable row of the inputs asks; the others are rejected with file, row and reason."""
     check_columns(sources, config.columns)
+    check_formats(sources, config.format)
     for source in sources:
-        dialect: str = config.format
-        if dialect == "auto":
-            dialect = _dialect(source, config)
-            say(f"{source.name}: {dialect or 'no row that can be read'}")
+        dialect = dialect_of(source, config.format, config.columns)
+        say(f"{source.name}: {dialect or 'no row that can be read'}")
         stem = Path(source.name).stem
         for raw in source.rows():
             name, where = f"{stem}:{raw.number}", {"file": raw.source, "row": raw.number}
@@ -114,13 +113,6 @@ def read_questions(
                 yield replace(question_of(item), place=where)
             except ValueError as error:
                 file.reject(name, f"unusable: {error}", **where)
-
-
-def _dialect(source: Source, config: RegenerateConfig) -> str:
-    try:
-        return detect(first, config.columns) if (first := source.peek()) else ""
-    except ValueError as error:
-        raise ValueError(f"{source.name}: {error}") from error
 
 
 class TargetAnswerer:

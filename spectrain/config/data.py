@@ -6,6 +6,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from spectrain.config.files import Fraction, Positive, Stage
 
+ChatDialect = Literal["auto", "messages", "sharegpt", "alpaca", "pair", "prompt"]
+Dialect = Literal["auto", "messages", "sharegpt", "alpaca", "pair", "prompt", "text", "tokens"]
+
 
 def on_off(value: Any) -> Any:
     """YAML 1.1 reads `on` and `off` as truth values; as the name of a mode they are words."""
@@ -46,8 +49,9 @@ class AnswersConfig(Stage):
 class PrepareConfig(Stage):
     """Conversations -> rows.
 
-    format: dialect of every input; auto: found out per file. columns: our name -> the input's, where they differ (`domain: category`).
-    domain: of rows that name none ("": their file's name). rows: one a conversation, one an assistant turn, or auto: a turn a row
+    format: dialect of every input, or by pattern of file names (the first that fits counts); auto: found out per file. columns: our name
+    -> the input's, where they differ (`domain: category`). too_long: of a conversation with a row of more than max_length tokens, keep
+    the beginning (cut) or nothing (reject). domain: of rows that name none ("": their file's name). rows: one a conversation, one an assistant turn, or auto: a turn a row
     only where the template rewrites earlier turns. thinking: keep answers with reasoning (on), without (off), or all (mixed).
     template_kwargs: passed to the chat template. min_supervised: fewer supervised tokens in a line reject the row. disjoint_from:
     evaluation prompts (files or folders); conversations that ask or quote one of them, or share `near` of their runs of eight words with
@@ -55,10 +59,11 @@ class PrepareConfig(Stage):
     a number by domain instead, beside those drawn, with prompts of at most validation_prompt_tokens. workers: processes that tokenise.
     """
 
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "pair", "prompt", "text", "tokens"] = "auto"
+    format: Dialect | dict[str, Dialect] = "auto"
     columns: dict[str, str] = {}
     domain: str = ""
     max_length: Positive = 4096
+    too_long: Literal["cut", "reject"] = "cut"
     rows: Literal["auto", "conversation", "turn"] = "auto"
     thinking: Annotated[Literal["mixed", "on", "off"], BeforeValidator(on_off)] = "mixed"
     template_kwargs: dict[str, Any] = {}
@@ -83,7 +88,7 @@ class RegenerateConfig(Stage):
     concurrency, retries, timeout (seconds): of an endpoint.
     """
 
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "pair", "prompt"] = "auto"
+    format: ChatDialect | dict[str, ChatDialect] = "auto"
     columns: dict[str, str] = {}
     domain: str = ""
     temperatures: Annotated[dict[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]], Field(min_length=1)] = {0.0: 1.0}

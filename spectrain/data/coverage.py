@@ -18,7 +18,8 @@ REASONS = {
     "question": "repeats an evaluation prompt",
     "near question": "close to an evaluation prompt",
     "unanswered": "a question without an answer (`spectrain regenerate` makes them)",
-    "refused": "no row can be made of it: too long, control tokens in a text, or not as the template has it",
+    "too long": "a row of it has more than max_length tokens, and too_long is reject",
+    "refused": "no row can be made of it: max_length ends before an answer, control tokens in a text, or not as the template has it",
     "unsupervised": "nothing in it to learn from",
     "rendered duplicate": "the same tokens as an earlier row",
 }

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from spectrain.config import PrepareConfig
 from spectrain.data.filters import Questions, asked_texts
 from spectrain.data.formats import Item, Prompt
-from spectrain.data.masking import ChatEncoder, Encoded
+from spectrain.data.masking import ChatEncoder, Encoded, TooLong
 from spectrain.data.rows import Columns, Row
 from spectrain.data.sources import RawRow
 
@@ -54,7 +54,7 @@ class Encoding:
         self._questions = questions
         self._encoder = ChatEncoder(
             tokenizer, max_length=config.max_length, rows=config.rows, thinking=config.thinking, template_kwargs=config.template_kwargs,
-            stop_ids=stop_ids,
+            stop_ids=stop_ids, cut=config.too_long == "cut",
         )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,6 +81,8 @@ def _asked(fault: str) -> Outcome:
 
 
 def _outcome(item: Item, result: Encoded | ValueError, not_compared: bool) -> Outcome:
+    if isinstance(result, TooLong):
+        return Outcome(reason="too long", why=str(result), not_compared=not_compared)
     if isinstance(result, ValueError):
         return Outcome(reason="unanswered" if isinstance(item, Prompt) else "refused", why=str(result), not_compared=not_compared)
     return Outcome(rows=len(result.rows), turns=result.turns, taught=result.taught, not_compared=not_compared)

@@ -131,19 +131,24 @@ class Encoded:
     note: str = ""
 
 
+class TooLong(ValueError):
+    """A row has more tokens than max_length, and none is to be cut."""
+
+
 class ChatEncoder:
     """Items -> rows, many at a time.
 
     rows: `auto`, `conversation` or `turn`; thinking: `mixed`, `on`, `off` (turns.Settings). stop_ids: ids at which the serving loop stops
-    besides the tokenizer's own end (generation_config.eos_token_id). plans=False goes through the definition alone, the slow twin.
+    besides the tokenizer's own end (generation_config.eos_token_id). cut: whether rows longer than max_length are cut there; otherwise
+    their items are rejected as `TooLong`. plans=False goes through the definition alone, the slow twin.
     ValueError where the rule cannot be proved for the tokenizer's template.
     """
 
     def __init__(
         self, tokenizer: Any, *, max_length: int | None, rows: str = "auto", thinking: str = "mixed",
-        template_kwargs: Mapping[str, Any] | None = None, stop_ids: Sequence[int] = (), plans: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None, stop_ids: Sequence[int] = (), plans: bool = True, cut: bool = True,
     ) -> None:  # fmt: skip
-        self.tokenizer, self.max_length, self.settings = tokenizer, max_length, Settings(rows, thinking)
+        self.tokenizer, self.max_length, self.settings, self.cut = tokenizer, max_length, Settings(rows, thinking), cut
         self.template = Template(tokenizer, template_kwargs or {}, frozenset(stop_ids)) if tokenizer.chat_template else None
         if self.template:
             prove(self.template)
@@ -197,6 +202,7 @@ class ChatEncoder:
         taught: list[int] = []
         notes = list(left_out)
         for ids_L, mask_L, numbers in parts:
+            self._check_length(len(mask_L))
             cut_L = mask_L[: self.max_length]
             notes += [f"cut at max_length {self.max_length}"] * (len(cut_L) < len(mask_L))
             if not cut_L.any():
@@ -230,7 +236,12 @@ class ChatEncoder:
             raise ValueError(f"needed as many zeros and ones in the mask as ids, found {len(ids)} ids and a mask of {len(mask)}")
         return self._single(item, ids, mask)
 
+    def _check_length(self, length: int) -> None:
+        if not self.cut and self.max_length is not None and length > self.max_length:
+            raise TooLong(f"a row of {length} tokens, max_length is {self.max_length} (too_long=cut keeps its beginning)")
+
     def _single(self, item: Text | Tokens, ids: list[int], mask: list[int]) -> Encoded:
+        self._check_length(len(ids))
         if not any(mask[: self.max_length]):
             raise ValueError("no supervised token" + (f" before max_length {self.max_length}" if any(mask) else ""))
         note = f"cut at max_length {self.max_length}" if len(ids) > len(ids[: self.max_length]) else ""

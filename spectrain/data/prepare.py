@@ -18,13 +18,13 @@ from spectrain.config import PrepareConfig
 from spectrain.data import coverage, journal
 from spectrain.data.encoding import MASK_RULE, Encoding, Outcome, Outcomes, encoded
 from spectrain.data.filters import DISJOINT_RULE, Questions, Seen, asked_texts, content_key, key64
-from spectrain.data.formats import Conversation, Item, convert, detect
+from spectrain.data.formats import Conversation, Item, convert
 from spectrain.data.identity import fingerprints
 from spectrain.data.journal import Journal, Stretch
 from spectrain.data.parts import finish
 from spectrain.data.row_store import FORMAT, RECORD, record_batch, write_arrow
 from spectrain.data.rows import Columns
-from spectrain.data.sources import RawRow, Source, check_columns, find_sources
+from spectrain.data.sources import RawRow, Source, check_columns, check_formats, dialect_of, find_sources
 from spectrain.data.templates import Template
 
 CHUNK_ROWS, CHUNK_CHARACTERS = 64, 200_000  # handed to a worker at once
@@ -94,6 +94,7 @@ def prepare(
     out = Path(out)
     sources = find_sources(inputs, ours=(out,))
     check_columns(sources, config.columns)
+    check_formats(sources, config.format)
     against = find_sources(config.disjoint_from) if config.disjoint_from else []
     made_with = fingerprints(tokenizer)
     identity = _identity(sources, against, tokenizer, config, made_with) | {"stop_ids": sorted(stop_ids)}
@@ -117,23 +118,10 @@ def prepare(
     return Report(folder=out, state="rebuilt" if why else "built", why=tuple(why), record=record)
 
 
-def _format(source: Source, config: PrepareConfig) -> str:
-    """The dialect asked for, or the one of the file's first rows ("" when none of them can be read)."""
-    if config.format != "auto":
-        return config.format
-    first = source.peek()
-    if not first:
-        return ""
-    try:
-        return detect(first, config.columns)
-    except ValueError as error:
-        raise ValueError(f"{source.name}: {error}") from error
-
-
 def _items(sources: Sequence[Source]) -> Iterator[Item]:
     """Evaluation prompts; here a row that cannot be used is an error, since it would be missed in silence."""
     for source in sources:
-        dialect = _format(source, PrepareConfig())
+        dialect = dialect_of(source, "auto", {})
         if not dialect:
             raise ValueError(f"{source.name}: no evaluation prompt can be read; mend or leave out --disjoint-from")
         for raw in source.rows():
@@ -194,7 +182,7 @@ class _Reader:
 
     def _of(self, i: int, skip: int) -> Iterator[_Chunk]:
         source = self._sources[i]
-        dialect = _format(source, self._config)
+        dialect = dialect_of(source, self._config.format, self._config.columns)
         before, sized, short = sum(s.size for s in self._sources[:i]), bool(self.size), _short(source)
         chunk, characters = _Chunk(formats={source.name: dialect}), 0
         for raw in source.rows(skip=skip):

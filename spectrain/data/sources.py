@@ -7,6 +7,7 @@ split: `train`, or the only one.
 """
 
 import difflib
+import fnmatch
 import glob
 import hashlib
 import os
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from spectrain.data.formats import detect
 from spectrain.data.readers import READERS, without_nulls
 from spectrain.data.unpacking import DamagedFile, unpacked
 
@@ -105,6 +107,34 @@ class Source:
             return str(_hub_builder(self.name).hash)
         with open(self.name, "rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def dialect_of(source: Source, formats: str | Mapping[str, str], columns: Mapping[str, str]) -> str:
+    """The dialect that is asked for, of all sources or by pattern of their names, or else that of the source's first rows ("" when none of
+    them can be read). A pattern is compared with the whole name and with its last part; of those that fit the first one counts.
+
+    Raises ValueError where no dialect is asked for and none is found.
+    """
+    rules = {"*": formats} if isinstance(formats, str) else formats
+    asked = next((dialect for pattern, dialect in rules.items() if _fits(source, pattern)), "auto")
+    if asked != "auto":
+        return asked
+    try:
+        return detect(first, columns) if (first := source.peek()) else ""
+    except ValueError as error:
+        raise ValueError(f"{source.name}: {error}") from error
+
+
+def check_formats(sources: Sequence[Source], formats: str | Mapping[str, str]) -> None:
+    """ValueError for a pattern of `format` that no source's name fits."""
+    for pattern in () if isinstance(formats, str) else formats:
+        if pattern != "*" and not any(_fits(source, pattern) for source in sources):
+            names = ", ".join(source.name for source in sources[:5]) + (" …" if len(sources) > 5 else "")
+            raise ValueError(f"format: no input is called {pattern!r}; there are {names}")
+
+
+def _fits(source: Source, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(source.name, pattern) or fnmatch.fnmatchcase(Path(source.name).name, pattern)
 
 
 class Sources(list[Source]):
