@@ -5,7 +5,7 @@ Legend: M tokens looked at of one row, V vocabulary, W target width, S states.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -20,6 +20,7 @@ from spectrain.target.model import Target
 from spectrain.target.states import readable, row_pass
 
 ROWS, TOKENS = 4, 128  # rows of a sample, supervised tokens looked at in each
+DRAFTS = 4  # of the chain whose tau is told
 
 
 @dataclass(frozen=True)
@@ -33,23 +34,35 @@ class Limits:
 
 # Best tokens flip at near ties: 3 of 392 of a right store in bf16, 2 of 1494 of another.
 STORED = {"bf16": Limits(1e-4, 0.995, 0.02), "int8": Limits(0.05, 0.9, 0.1)}
-# A target in 16 bits gives other logits by itself when rows stand in other batches.
+# A target in 16 bits gives other logits by itself when rows stand in other batches: what was written down in the pass that made a last
+# state (best tokens, log-sum-exps) is as close to it as to one in 32 bits, and is what decides.
 HALF = Limits(0.05, 0.9, 0.15)
+EXACT = 1e-4  # most difference of a logit by the output layer from a last state that nothing has rounded
+LSE = {"bf16": 0.02, "int8": 0.1}  # most mean difference of a log-sum-exp
 
 
 @dataclass(frozen=True)
 class Check:
     """On a sample: rows and tokens looked at, mean KL of the law by the stored last states from the target's own (nats a token), share
-    of equal best tokens, and by state (as in layer_ids) the relative error in the mean. kl and top1: None without stored last states."""
+    of equal best tokens, by state (as in layer_ids) the relative error in the mean; share of stored best tokens that are those by the
+    stored last states, mean difference from the stored log-sum-exps (nats), and most difference of a logit that the output layer makes
+    of the target's own last states. tau: tokens a round of a chain of drafts that are the best tokens by stored last states, the target's
+    own before them; what a head could reach that learnt them by heart (of 8-bit last states only). None without stored last states."""
 
     rows: int
     tokens: int
     kl: float | None
     top1: float | None
     errors: tuple[float, ...]
+    said: float | None = None
+    lse: float | None = None
+    exact: float | None = None
+    tau: float | None = None
 
     def text(self) -> str:
         law = "" if self.kl is None else f"KL {self.kl:.1e}, same best token {self.top1:.2%}, "
+        if self.tau is not None:
+            law += f"tau {self.tau:.3f} of {1 + DRAFTS} by a chain of {DRAFTS} that says what these last states say, "
         return f"{self.rows} rows, {self.tokens} tokens against the target: {law}states within {max(self.errors):.1%}"
 
 
@@ -65,12 +78,14 @@ def check_store(store: FeatureStore, target: Target, *, sample: int = ROWS) -> C
         raise ValueError(f"{store.folder.name} has no row with a state that can be read; nothing to check or to train on")
     parts = [_compare(store, i, target) for i in numbers]
     tokens = sum(part.tokens for part in parts)
-    has_last = store.manifest["last_state"] != "none"
-    found = Check(
-        rows=len(parts), tokens=tokens, kl=sum(part.kl for part in parts) / tokens if has_last else None,
-        top1=sum(part.same for part in parts) / tokens if has_last else None,
-        errors=tuple(torch.stack([part.error_S for part in parts]).mean(0).tolist()),
-    )  # fmt: skip
+    found = Check(rows=len(parts), tokens=tokens, kl=None, top1=None, errors=tuple(torch.stack([p.error_S for p in parts]).mean(0).tolist()))
+    if store.manifest["last_state"] != "none":
+        found = replace(
+            found, **{name: sum(getattr(p, name) for p in parts) / tokens for name in ("kl", "top1", "said", "lse")},
+            exact=max(p.exact for p in parts),
+        )  # fmt: skip
+        if store.manifest["last"] == "int8" and (rounds := [length for p in parts for length in p.runs]):
+            found = replace(found, tau=1 + sum(rounds) / len(rounds))
     _judge(store, target, found, numbers[0])
     return found
 
@@ -84,10 +99,16 @@ def _sample(rows: Sequence[Row], count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Part:
+    """Sums over the tokens of a row; exact: the largest."""
+
     tokens: int
-    kl: float
-    same: int
     error_S: Tensor
+    kl: float = 0.0
+    top1: int = 0
+    said: int = 0
+    lse: float = 0.0
+    exact: float = 0.0
+    runs: tuple[int, ...] = ()
 
 
 def _tokens(row: Row) -> Tensor:
@@ -105,11 +126,25 @@ def _compare(store: FeatureStore, i: int, target: Target) -> _Part:
     theirs, ours = (x.float().cpu()[:K].unflatten(-1, (S, -1)) for x in (own.states_BNF[0], sample.states.float()))
     error_S = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)).mean(0)
     if store.manifest["last_state"] == "none":
-        return _Part(len(at_M), 0.0, 0, error_S)
-    logits_MV, own_MV = output_logits(target, sample.last[asked_M].float()).float(), own.logits_BKV[0].float()
-    log_p, log_q = own_MV.log_softmax(-1), logits_MV.log_softmax(-1)
-    same = int((logits_MV.argmax(-1) == own_MV.argmax(-1)).sum())
-    return _Part(len(at_M), float((log_p.exp() * (log_p - log_q)).sum()), same, error_S)
+        return _Part(len(at_M), error_S)
+    own_MV = own.logits_BKV[0].float()
+    logits_MV = output_logits(target, sample.last[asked_M].float()).float()
+    log_p, log_q, best_M = own_MV.log_softmax(-1), logits_MV.log_softmax(-1), logits_MV[:, : target.num_ids].argmax(-1)
+    lse_M = logits_MV[:, : target.num_ids].logsumexp(-1)
+    same_M = best_M == own_MV[:, : target.num_ids].argmax(-1)
+    return _Part(
+        len(at_M), error_S, kl=float((log_p.exp() * (log_p - log_q)).sum()),
+        top1=int(same_M.sum()), said=int((best_M.cpu() == sample.best_M[asked_M]).sum()),
+        lse=float((lse_M.cpu() - sample.lse_M[asked_M]).abs().sum()),
+        exact=float((output_logits(target, own.last_BKW[0]).float() - own_MV).abs().max()),
+        runs=_runs(same_M.tolist()),
+    )  # fmt: skip
+
+
+def _runs(same: Sequence[bool]) -> tuple[int, ...]:
+    """Drafts that are accepted of a chain which begins at each of these tokens: up to the first that is not the target's."""
+    rounds = (same[i : i + DRAFTS] for i in range(len(same) - DRAFTS + 1))
+    return tuple((*drafts, False).index(False) for drafts in rounds)
 
 
 @torch.no_grad()
@@ -149,6 +184,21 @@ def _judge(store: FeatureStore, target: Target, found: Check, example: int) -> N
     if not found.kl <= limit.kl or (1 - found.top1) * found.tokens > _flips(limit.top1, found.tokens):
         was = f"gives other logits than the target (KL {found.kl:.1e}, same best token {found.top1:.1%} of {found.tokens})"
         raise ValueError(f"{store.folder.name}: its last state {was}{_norm(store, target, example)}; {told}")
+    _judge_answers(store, target, found)
+
+
+def _judge_answers(store: FeatureStore, target: Target, found: Check) -> None:
+    """ValueError where the output layer does not make the target's logits of its last states, or a store's best tokens and log-sum-exps
+    are not those by its last states."""
+    assert found.said is not None and found.lse is not None and found.exact is not None
+    if not found.exact <= EXACT:
+        was = f"the output layer of {target.name} makes logits of its last states that differ by {found.exact:.1e} from its own"
+        raise ValueError(f"{was} (needed {EXACT:.0e}); a head would be trained on another law: is there a layer behind it?")
+    kind = store.manifest["last"]
+    if (1 - found.said) * found.tokens > _flips(STORED[kind].top1, found.tokens) or not found.lse <= LSE[kind]:
+        was = f"{found.said:.1%} of {found.tokens} best tokens, log-sum-exps within {found.lse:.3f}"
+        raise ValueError(f"{store.folder.name}: what is kept as the target's answers is not what its last states say ({was}); "
+                         "delete it and capture again")  # fmt: skip
 
 
 def _flips(top1: float, tokens: int) -> float:

@@ -12,7 +12,7 @@ import torch
 from spectrain.config import CaptureConfig
 from spectrain.data.rows import Row
 from spectrain.target.capture import capture
-from spectrain.target.check import STORED, _flips, check_store, output_logits
+from spectrain.target.check import STORED, _flips, _runs, check_store, output_logits
 from spectrain.target.features import FeatureStore
 from spectrain.target.model import Target
 from spectrain.target.shards import open_shard, write_shard
@@ -32,6 +32,55 @@ def test_store_is_further_from_the_target_than_it_may(last: str, kl: float, targ
     assert found.rows == 4 and found.tokens == 80 and 0 < found.kl < kl and found.top1 >= 0.98
     assert len(found.errors) == 2 and all(0 < e < 0.012 for e in found.errors)
     assert "4 rows, 80 tokens" in found.text() and "same best token" in found.text()
+
+
+def test_answers_of_other_tokens_are_trained_on(target: Target, tmp_path: Path) -> None:
+    """Best tokens and log-sum-exps stand beside the last states that they were made from, or the store is refused with what was found."""
+    found = check_store(captured(target, tmp_path / "s"), target)
+    assert found.said is not None and found.said >= 0.98 and found.lse is not None and found.lse < 0.01
+    for name in ("best", "lse"):
+        captured(target, tmp_path / name)
+        rewrite(tmp_path / name, lambda tensors, name=name: {**tensors, name: tensors[name].roll(1)})
+        with pytest.raises(ValueError, match="what is kept as the target's answers is not what its last states say .*delete it"):
+            check_store(FeatureStore(tmp_path / name, ROWS), target)
+
+
+def test_logits_are_not_those_of_the_last_state(make_target, tmp_path: Path) -> None:
+    """Before rounding, the output layer makes the target's logits of its last states to 1e-4; not so where the logits also hang on the
+    tokens, say."""
+    target = make_target(seed=4)
+    found = check_store(captured(target, tmp_path / "s"), target)
+    assert found.exact is not None and found.exact <= 1e-4
+    read: list[int] = []
+    target.model.get_input_embeddings().register_forward_hook(lambda module, args, out: read.append(int(args[0].sum())))
+    target.model.get_output_embeddings().register_forward_hook(lambda module, args, out: out + 0.01 * (read[-1] > 0) * (args[0] > 0)[..., :1])
+    capture(ROWS, target, (1, 2), tmp_path / "t", CONFIG)
+    with pytest.raises(ValueError, match=r"the output layer of tiny makes logits of its last states that differ by .* from its own"):
+        check_store(FeatureStore(tmp_path / "t", ROWS), target)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_store_of_a_target_in_16_bits_is_held_to_wider_limits(dtype: torch.dtype, make_target, tmp_path: Path) -> None:
+    """Its own logits move with what else is in a pass; its answers do not: they were made of the very states that are kept."""
+    target = make_target(seed=4)
+    target.model.to(dtype)
+    found = check_store(captured(target, tmp_path / "s"), target)
+    assert found.said is not None and found.said >= 0.98 and found.lse is not None and found.lse < 0.02 and found.exact == 0
+    rewrite(tmp_path / "s", lambda tensors: {**tensors, "best": tensors["best"].where(torch.rand(len(tensors["best"])) < 0.85, 7)})
+    with pytest.raises(ValueError, match="what is kept as the target's answers"):
+        check_store(FeatureStore(tmp_path / "s", ROWS), target)
+
+
+def test_last_states_in_8_bits_are_kept_without_a_word(target: Target, tmp_path: Path) -> None:
+    """The tau that a head could reach with them is told, between what equal best tokens and what chance would give."""
+    found = check_store(captured(target, tmp_path / "s", last="int8"), target)
+    assert found.tau is not None and found.top1 is not None and 4 < found.tau <= 5
+    assert f"tau {found.tau:.3f} of 5 by a chain of 4" in found.text()
+    assert check_store(captured(target, tmp_path / "t"), target).tau is None
+
+
+def test_a_run_of_drafts_ends_behind_its_first_fault() -> None:
+    assert _runs([True, True, False, True, True, True, True]) == (2, 1, 0, 4) and _runs([True, True]) == ()
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(80, 2), (392, 6), (512, 7), (1494, 15), (100_000, 566)])
