@@ -50,13 +50,14 @@ class PrepareConfig(Stage):
     """Conversations -> rows.
 
     format: dialect of every input, or by pattern of file names (the first that fits counts); auto: found out per file. columns: our name
-    -> the input's, where they differ (`domain: category`). too_long: of a conversation with a row of more than max_length tokens, keep
-    the beginning (cut) or nothing (reject). domain: of rows that name none ("": their file's name). rows: one a conversation, one an assistant turn, or auto: a turn a row
-    only where the template rewrites earlier turns. thinking: keep answers with reasoning (on), without (off), or all (mixed).
-    template_kwargs: passed to the chat template. min_supervised: fewer supervised tokens in a line reject the row. disjoint_from:
-    evaluation prompts (files or folders); conversations that ask or quote one of them, or share `near` of their runs of eight words with
-    one, are rejected. max_rows: conversations drawn, every domain in its share. validation: share of them kept out; validation_per_domain:
-    a number by domain instead, beside those drawn, with prompts of at most validation_prompt_tokens. workers: processes that tokenise.
+    -> the input's, where they differ (`domain: category`). domain: of rows that name none ("": their file's name). too_long: of a
+    conversation with a row of more than max_length tokens, keep the beginning (cut) or nothing (reject). rows: one a conversation, one an
+    assistant turn, or auto: a turn a row only where the template rewrites earlier turns. thinking: keep answers with reasoning (on),
+    without (off), or all (mixed). template_kwargs: passed to the chat template. min_supervised: fewer supervised tokens in a line reject
+    the row. disjoint_from: evaluation prompts (files or folders); conversations that ask or quote one of them, or share `near` of their
+    runs of eight words with one, are rejected. max_rows: conversations drawn, every domain in its share. validation: share of them kept
+    out; validation_per_domain: a number by domain instead, beside those drawn, with prompts of at most validation_prompt_tokens. workers:
+    processes that tokenise.
     """
 
     format: Dialect | dict[str, Dialect] = "auto"

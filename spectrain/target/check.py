@@ -78,7 +78,8 @@ def check_store(store: FeatureStore, target: Target, *, sample: int = ROWS) -> C
         raise ValueError(f"{store.folder.name} has no row with a state that can be read; nothing to check or to train on")
     parts = [_compare(store, i, target) for i in numbers]
     tokens = sum(part.tokens for part in parts)
-    found = Check(rows=len(parts), tokens=tokens, kl=None, top1=None, errors=tuple(torch.stack([p.error_S for p in parts]).mean(0).tolist()))
+    errors = tuple(torch.stack([p.error_S for p in parts]).mean(0).tolist())
+    found = Check(rows=len(parts), tokens=tokens, kl=None, top1=None, errors=errors)
     if store.manifest["last_state"] != "none":
         found = replace(
             found, **{name: sum(getattr(p, name) for p in parts) / tokens for name in ("kl", "top1", "said", "lse")},

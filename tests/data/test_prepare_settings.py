@@ -43,7 +43,8 @@ def test_long_rows_are_cut_where_none_may_be(tmp_path: Path, tokenizer: Any) -> 
     assert report.coverage["rejected"] == {"too long": 2} and report.coverage["read"] == 4 and not report.coverage["empty"]
     found = [json.loads(line) for line in (report.folder / "rejected.jsonl").read_text().splitlines()]
     assert [(line["id"], line["reason"]) for line in found] == [("21", "too long"), ("50", "too long")]
-    assert all(f"a row of {longest + more} tokens, max_length is {longest}" in line["why"] for line, more in zip(found, (1, 30), strict=True))
+    told = [f"a row of {longest + more} tokens, max_length is {longest}" for more in (1, 30)]
+    assert all(line["why"].startswith(one) for line, one in zip(found, told, strict=True))
 
 
 def test_a_turn_that_is_too_long_leaves_the_others(tmp_path: Path, tokenizer: Any) -> None:

@@ -53,7 +53,7 @@ def test_logits_are_not_those_of_the_last_state(make_target, tmp_path: Path) -> 
     assert found.exact is not None and found.exact <= 1e-4
     read: list[int] = []
     target.model.get_input_embeddings().register_forward_hook(lambda module, args, out: read.append(int(args[0].sum())))
-    target.model.get_output_embeddings().register_forward_hook(lambda module, args, out: out + 0.01 * (read[-1] > 0) * (args[0] > 0)[..., :1])
+    target.model.get_output_embeddings().register_forward_hook(lambda module, args, out: out + 0.01 * (read[-1] > 0) * args[0][..., :1])
     capture(ROWS, target, (1, 2), tmp_path / "t", CONFIG)
     with pytest.raises(ValueError, match=r"the output layer of tiny makes logits of its last states that differ by .* from its own"):
         check_store(FeatureStore(tmp_path / "t", ROWS), target)
