@@ -1,12 +1,14 @@
 """What trainers of draft heads disagree on, measured: arms of eval/ablations.yaml, each trained on as many tokens, compared by tau.
 
-    python scripts/ablate.py --out runs/ablate [--only REGEX] [--markdown FILE.md]       the table of eval/ablations.yaml
-    python scripts/ablate.py --out runs/dry --rows 24 --tokens 2000 --prompts 6          a trial of every part
+    python scripts/ablate.py --out runs/ablate --results eval/results/ablations [--only REGEX]   the table of eval/ablations.yaml
+    python scripts/ablate.py --out runs/dry --rows 24 --tokens 2000 --prompts 6                  a trial of every part
 
 Every arm is one change of the recipe: same rows, order and number of supervised tokens; states are captured once for all arms with the
 same rows and precision. tau is measured by the generator on held-out prompts, as a chain, and compared with the default's on the same
 prompts: difference, 95 % interval over prompts, p, and the smallest difference that such a comparison finds in 80 % of cases. Of several
-seeds a prompt's answers are one cluster. A stopped run goes on where it was. What is expected to take how long is printed first.
+seeds a prompt's answers are one cluster. A group whose arms stand on other rows has a `base` arm of its own to be compared with. Of every
+run one file is kept in --results, and a run whose file is there, made with the same settings and target, is not made again, on no machine;
+a stopped one goes on where it was. What is expected to take how long is printed first.
 """
 
 import argparse
@@ -17,25 +19,28 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
+from ablate_changes import CHANGES, HEADS, KEPT, Changed, all_positions, first_draft_lost, some_states
 from accelerate import Accelerator
 
 from spectrain.cli import stages
 from spectrain.cli.capture import prepared_with
 from spectrain.cli.evaluate import machine
 from spectrain.cli.probe import Probe
+from spectrain.cli.regenerate import regenerate
 from spectrain.cli.wiring import as_drafter
 from spectrain.config import Recipe, Suite, dump_yaml, load_config
-from spectrain.data.batches import Batch, Sample, Samples, collate, split
-from spectrain.data.codes import Codes
+from spectrain.data.batches import Batch, Samples, collate
 from spectrain.decoding.generate import generate
 from spectrain.decoding.shapes import Chain
 from spectrain.evaluation.metrics import bootstrap, by_prompt, committed_and_rounds, ratio
@@ -48,12 +53,10 @@ from spectrain.target.features import FeatureStore, OnlineFeatures
 from spectrain.target.model import Target
 from spectrain.training.loop import Trainee, Work, train
 from spectrain.training.setup import layer_ids, made_with, new_head, open_accelerator, supervised_counts
-from spectrain.training.start import final_norm, last_layer
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULT = "default"
+DEFAULT, BASE = "default", "base"
 POINTS = 6  # of a training at which a checkpoint could be kept
-DEVIATION = 0.02  # of random weights
 ALIKE = ('training.mixed_precision="no"', "training.max_minutes=null", "training.epochs=100000", "data.prepare.validation_per_domain=3")
 
 
@@ -63,7 +66,8 @@ def say(*words: object) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """One training: an arm of a group at a seed. set: its settings; change: what no setting makes; fresh: the target answers anew."""
+    """One training: an arm of a group at a seed. set: its settings; change: what no setting makes; fresh: the target answers anew;
+    conversations: rows are the table's conversations, with the answers that they have (own) or the target's (regenerated)."""
 
     group: str
     arm: str
@@ -71,70 +75,11 @@ class Run:
     set: tuple[str, ...] = ()
     change: str | None = None
     fresh: bool = False
+    conversations: str = ""
 
     @property
     def folder(self) -> str:
         return f"{re.sub(r'[^a-z0-9]+', '-', f'{self.group} {self.arm}'.lower()).strip('-')}-{self.seed}"
-
-
-class Changed:
-    """Samples of which every batch is changed."""
-
-    def __init__(self, samples: Samples, change: Callable[[Batch], Batch]) -> None:
-        self._samples, self._change, self.rows = samples, change, samples.rows
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, i: int) -> Sample:
-        return split(self.batch([i]), [len(self.rows[i])])[0]
-
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        return self._change(self._samples.batch(numbers))
-
-
-def first_draft_lost(batch: Batch) -> Batch:
-    """Answers that begin a token later, which is what a mask read at token i leaves of answers that end their row: the row before an
-    answer's first token no longer counts."""
-    before_BL = torch.nn.functional.pad(batch.mask_BL, (1, 0))[:, :-1]
-    mask_BL = batch.mask_BL * before_BL
-    kept_P = mask_BL.flatten()[batch.mask_BL.flatten().bool()].bool()
-    return replace(batch, mask_BL=mask_BL, last=batch.last[kept_P], best_P=batch.best_P[kept_P], lse_P=batch.lse_P[kept_P])
-
-
-def some_states(batch: Batch, places: Sequence[int], *, of: int) -> Batch:
-    """Some of the `of` states of a batch, by their place."""
-    all_of = batch.states
-    codes = all_of.codes.unflatten(-1, (of, -1))[..., places, :].flatten(-2)
-    parts = (None if t is None else t[..., places, :] for t in (all_of.place, all_of.kept))
-    return replace(batch, states=Codes(codes, None if all_of.scale is None else all_of.scale[..., places], *parts))
-
-
-@torch.no_grad()
-def random_output(head: Any, target: Target, recipe: Recipe) -> None:
-    """An output layer that starts at random and is trained."""
-    generator = torch.Generator().manual_seed(recipe.training.seed)
-    head.lm_head.weight.copy_(torch.randn(head.lm_head.weight.shape, generator=generator) * DEVIATION)
-
-
-def mean_of_last_two(head: Any, target: Target, recipe: Recipe) -> None:
-    """A draft layer that starts at the mean of the target's last two."""
-    n = target.num_layers - 1
-    below = SimpleNamespace(
-        layers=target.layers[:-1], num_layers=n, config=target.config, embedding_VW=target.embedding_VW, placement=target.placement,
-        name=target.name, layer_weights=target.layer_weights,
-    )  # fmt: skip
-    upper, lower = last_layer(target)[0], last_layer(below)[0]  # type: ignore[arg-type]
-    mean = {name: (upper[name].float() + lower[name].float()) / 2 for name in upper}
-    head.start_from(
-        layer=mean, norm=final_norm(target), output_VW=target.output_VW, target_ids=head.target_ids,
-        train_output=recipe.head.output == "trained", seed=recipe.training.seed,
-    )  # fmt: skip
-
-
-HEADS = {"random_output": random_output, "mean_of_last_two": mean_of_last_two}
-KEPT = {"lowest_loss": lambda point: -point["loss"], "highest_tau": lambda point: point["tau"]}  # which point's weights count
-CHANGES = {*HEADS, *KEPT, "first_draft_lost"}
 
 
 @dataclass
@@ -176,7 +121,7 @@ class Bench:
     """All runs of one comparison in one folder: rows and states are made once for all that share them."""
 
     def __init__(self, args: argparse.Namespace, table: Mapping[str, Any]) -> None:
-        self.args, self.table, self.out = args, table, args.out
+        self.args, self.table, self.out, self.results = args, table, args.out, args.results or args.out / "results"
         base = self.recipe(Run(DEFAULT, DEFAULT, 0))
         self.accelerator: Accelerator = open_accelerator(base.training, self.out)
         self.target = stages.open_target(base, self.out, str(self.accelerator.device))
@@ -197,21 +142,32 @@ class Bench:
         training = recipe.training.model_copy(update={"steps": steps, "eval_steps": every})
         return recipe.model_copy(update={"training": training})
 
-    def data(self, recipe: Recipe, *, fresh: bool) -> tuple[stages.Data, FeatureStore]:
+    def data(self, recipe: Recipe, *, fresh: bool, conversations: str) -> tuple[stages.Data, FeatureStore]:
         """Rows and states; the states are all that any arm of the table reads."""
-        made_of = [recipe.data.model_dump(mode="json"), fresh, self.target.fingerprints]
+        made_of = [recipe.data.model_dump(mode="json"), fresh, conversations, self.target.fingerprints]
         key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
         if key not in self._stores:
             folder = self.out / "data" / key
             folder.mkdir(parents=True, exist_ok=True)
-            data = stages.make_rows(
-                recipe, self.target, stages.answers_file(recipe, self.target, ROOT, folder, fresh=fresh, say=say), folder
-            )
+            if conversations:
+                answers = self.conversations(folder) if conversations == "regenerated" else ROOT / self.table["conversations"]
+            else:
+                answers = stages.answers_file(recipe, self.target, ROOT, folder, fresh=fresh, say=say)
+            data = stages.make_rows(recipe, self.target, answers, folder)
             ids = tuple(sorted({i for run in runs_of(self.table, ".") for i in layer_ids(self.recipe(run).head, self.target)}))
             say(f"{stages.rows_line(data)}; states {list(ids)}")
             capture(data.rows, self.target, ids, folder / "states", recipe.data.capture, prepared=prepared_with(data.rows))
             self._stores[key] = data, FeatureStore(folder / "states", data.rows)
         return self._stores[key]
+
+    def conversations(self, folder: Path) -> Path:
+        """The table's conversations with every answer by the target, greedy."""
+        out = folder / "answers.jsonl"
+        regenerate(
+            [str(ROOT / self.table["conversations"])], out=out, target=str(self.target.name), endpoint="", model="", api_key_env="",
+            api_key_file=None, dtype="float32", revision=None, overrides=["max_new_tokens=128"], as_json=False,
+        )  # fmt: skip
+        return out
 
     def samples(self, run: Run, recipe: Recipe, store: FeatureStore) -> Samples:
         ids, own = list(store.layer_ids), layer_ids(recipe.head, self.target)
@@ -221,24 +177,31 @@ class Bench:
     def run(self, run: Run) -> dict[str, Any]:
         """Train and measure, where that is not done yet."""
         recipe, folder = self.recipe(run), self.out / "runs" / run.folder
-        key = [recipe.model_dump(mode="json"), run.change, run.fresh, dump_yaml(self.suite), self.table["chain"], self.target.fingerprints]
-        done = folder / "result.json"
-        if done.is_file() and (found := json.loads(done.read_text()))["key"] == json.loads(json.dumps(key)):
+        settings = recipe.model_dump(mode="json", exclude_defaults=True)
+        settings["target"] = self.target.fingerprints  # wherever it lies
+        made_of = [settings, run.change, run.fresh, run.conversations, dump_yaml(self.suite), self.table["chain"]]
+        key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
+        done = self.results / f"{run.folder}.json"
+        if done.is_file() and (found := json.loads(done.read_text()))["key"] == key:
             return found  # type: ignore[no-any-return]
         say(f"{run.group}: {run.arm}, seed {run.seed}")
-        data, store = self.data(recipe, fresh=run.fresh)
+        data, store = self.data(recipe, fresh=run.fresh, conversations=run.conversations)
         began = time.monotonic()
         points = self.train(run, recipe, data, self.samples(run, recipe, store), folder)
         trained = time.monotonic()
         answers = self.answers(load_head(folder / "best", device=str(self.target.device)), recipe)
         result = {
-            "key": key, "steps": recipe.training.steps, "tokens_per_step": recipe.training.tokens_per_step, "points": points,
+            "key": key, "group": run.group, "arm": run.arm, "seed": run.seed, "set": run.set, "change": run.change,
+            "steps": recipe.training.steps, "tokens_per_step": recipe.training.tokens_per_step, "rows": len(data.rows),
+            "supervised": int(data.rows.supervised_N.sum()), "points": points, "machine": machine(self.target),
+            "versions": made_with(self.target, {})["versions"],
             "minutes": {"training": (trained - began) / 60, "measuring": (time.monotonic() - trained) / 60}, "answers": answers,
         }  # fmt: skip
+        done.parent.mkdir(parents=True, exist_ok=True)
         part = done.with_suffix(".part")
-        part.write_text(json.dumps(result) + "\n")
+        part.write_text(one_answer_a_line(result) + "\n")
         os.replace(part, done)
-        shutil.rmtree(folder / "training" / "checkpoints", ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         return result
 
     def train(self, run: Run, recipe: Recipe, data: stages.Data, samples: Samples, folder: Path) -> list[dict[str, float]]:
@@ -253,6 +216,17 @@ class Bench:
             probe = Probe(target, kept_out, recipe.evaluation.shapes, as_drafter)
             online = OnlineFeatures(target, kept_out, tuple(head.layer_ids), recipe.data.capture)
             on_eval = Points(target, recipe, online, probe, KEPT[run.change], points)
+        divisor = mock.patch.object(Work, "weight", property(all_positions)) if run.change == "all_positions" else nullcontext()
+        with divisor:
+            self.loop(head, samples, run, recipe, data, folder, on_eval)
+        self.accelerator.free_memory()
+        return points
+
+    def loop(
+        self, head: Any, samples: Samples, run: Run, recipe: Recipe, data: stages.Data, folder: Path, on_eval: Points | None
+    ) -> None:  # fmt: skip
+        """The training itself; what is kept of it is in `folder`."""
+        target = self.target
         made = made_with(target, {"rows_sha256": data.rows.rows_sha256, "group": run.group, "arm": run.arm})
         train(
             head, samples, recipe.training, embed_VW=target.embedding_VW, output_VW=target.output_VW, out=folder / "training",
@@ -260,8 +234,6 @@ class Bench:
             identity={"recipe": recipe.model_dump(mode="json"), "change": run.change, "rows": data.rows.rows_sha256},
             save=lambda trained, name: save_head(trained, folder / name, run_yaml=dump_yaml(recipe), made_with=made),
         )  # fmt: skip
-        self.accelerator.free_memory()
-        return points
 
     def answers(self, head: Any, recipe: Recipe) -> list[dict[str, Any]]:
         """Greedy answers to the suite's prompts: what their rounds committed."""
@@ -274,32 +246,45 @@ class Bench:
                 self.target, chats, drafter=as_drafter(head), shape=Chain(self.table["chain"]), max_new_tokens=self.suite.max_new_tokens
             )
             found += [
-                {"id": p.id, "domain": p.domain, "committed": [r.committed for r in row.rounds]}
+                {"id": p.id, "domain": p.domain, "committed": "".join(str(r.committed) for r in row.rounds)}
                 for p, row in zip(some, result.rows, strict=True)
             ]
         return found
 
 
 def runs_of(table: Mapping[str, Any], only: str) -> Iterator[Run]:
-    """The default at every seed that a group asks for, then the arms whose "group: arm" matches. ValueError for an unknown change."""
-    chosen = []
+    """The default at every seed that a group asks for, then the arms whose "group: arm" matches, after the base of their group where it has
+    one. ValueError for an unknown change."""
+    chosen: list[Run] = []
     for group, content in table["groups"].items():
+        before = len(chosen)
         for arm, how in content["arms"].items():
             if (change := how.get("change")) is not None and change not in CHANGES:
                 raise ValueError(f"{group}: {arm} asks for the change {change!r}; there are {', '.join(sorted(CHANGES))}")
             if re.search(only, f"{group}: {arm}"):
-                chosen += [
-                    Run(group, arm, seed, tuple(how.get("set", ())), change, how.get("fresh", False)) for seed in content.get("seeds", [0])
-                ]
-    for seed in sorted({run.seed for run in chosen}):
+                chosen += [run_of(group, arm, seed, how) for seed in content.get("seeds", [0])]
+        if "base" in content and len(chosen) > before:
+            chosen[before:before] = [run_of(group, BASE, seed, content["base"]) for seed in content.get("seeds", [0])]
+    for seed in sorted({run.seed for run in chosen if "base" not in table["groups"][run.group]}):
         yield Run(DEFAULT, DEFAULT, seed)
     yield from chosen
+
+
+def run_of(group: str, arm: str, seed: int, how: Mapping[str, Any]) -> Run:
+    return Run(group, arm, seed, tuple(how.get("set", ())), how.get("change"), how.get("fresh", False), how.get("conversations", ""))
+
+
+def one_answer_a_line(result: Mapping[str, Any]) -> str:
+    """As JSON that a person can look through and a diff show."""
+    head = json.dumps({name: value for name, value in result.items() if name != "answers"}, indent=1)
+    answers = ",\n".join(f"  {json.dumps(answer)}" for answer in result["answers"])
+    return f'{head[:-2]},\n "answers": [\n{answers}\n ]\n}}'
 
 
 def records(results: Mapping[int, Mapping[str, Any]]) -> list[Any]:
     """Answers of all seeds of an arm; those to one prompt are its turns."""
     return [
-        SimpleNamespace(id=a["id"], turn=seed, rounds=[SimpleNamespace(committed=c) for c in a["committed"]])
+        SimpleNamespace(id=a["id"], turn=seed, rounds=[SimpleNamespace(committed=int(c)) for c in a["committed"]])
         for seed, result in results.items()
         for a in result["answers"]
     ]  # fmt: skip
@@ -316,7 +301,7 @@ def rows_of(table: Mapping[str, Any], done: Mapping[tuple[str, str], Mapping[int
         arms = [arm for arm in content["arms"] if (group, arm) in done]
         for arm in arms:
             own = done[group, arm]
-            base = {seed: done[DEFAULT, DEFAULT][seed] for seed in own}
+            base = {seed: done[(group, BASE) if "base" in content else (DEFAULT, DEFAULT)][seed] for seed in own}
             if arm == arms[0]:
                 tau = tau_of(records(base))
                 rows.append({"group": group, "arm": str(content["default"]), "default": True, "seeds": len(base), **vars(tau)})
@@ -342,7 +327,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def estimate(bench: Bench, runs: Sequence[Run], seconds: Mapping[str, float]) -> str:
     steps = bench.recipe(runs[0]).training.steps or 0
-    data = {(run.fresh, *(s for s in run.set if s.startswith("data."))) for run in runs}
+    data = {(run.fresh, run.conversations, *(s for s in run.set if s.startswith("data."))) for run in runs}
     hours = (len(runs) * (steps * seconds["step"] + len(bench.prompts) * seconds["prompt"]) + len(data) * seconds["data"]) / 3600
     what = f"{len(runs)} trainings of {steps} steps and {len(bench.prompts)} prompts each, {len(data)} sets of states"
     return f"{what}: about {hours:.1f} hours on two quiet AVX-512 cores, less what is done already"
@@ -357,7 +342,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, help="conversations drawn (default: the recipe's)")
     parser.add_argument("--tokens", type=int, help="supervised tokens of a training (default: the table's)")
     parser.add_argument("--prompts", type=int, help="prompts that tau is measured on (default: the suite's)")
-    parser.add_argument("--markdown", type=Path, help="write the table there, too")
+    parser.add_argument("--results", type=Path, help="folder with a file of each run (default: OUT/results)")
     args = parser.parse_args()
     table = yaml.safe_load(args.table.read_text(encoding="utf-8"))
     runs = list(runs_of(table, args.only))
@@ -370,12 +355,8 @@ def main() -> int:
     for run in runs:
         done.setdefault((run.group, run.arm), {})[run.seed] = bench.run(run)
         rows = rows_of(table, done)
-        made = {"machine": machine(bench.target), "date": time.strftime("%Y-%m-%d"), "made_with": made_with(bench.target, {})}
-        (args.out / "ablations.json").write_text(json.dumps({**made, "table": table, "rows": rows}, indent=1) + "\n")
-    text = markdown(rows)
-    say(text)
-    if args.markdown:
-        args.markdown.write_text(text, encoding="utf-8")
+        (bench.results.parent / "ablations.md").write_text(markdown(rows), encoding="utf-8")
+    say(markdown(rows))
     return 0
 
 

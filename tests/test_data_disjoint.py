@@ -52,6 +52,15 @@ def test_no_prompt_equals_a_question_or_is_near_one(prompts: list[Row], question
     assert against.fault(questions[0]["turns"]) == "exact"
 
 
+def test_no_conversation_asks_a_question(questions: list[Row]) -> None:
+    against = Questions((row["turns"] for row in questions), near=PrepareConfig().near)
+    conversations = read(TRAINING / "conversations.jsonl")
+    asked = {row["id"]: [turn["value"] for turn in row["conversations"] if turn["from"] == "human"] for row in conversations}
+    assert len(asked) == len(conversations) == 282 and min(map(len, asked.values())) > 0
+    assert [name for name, turns in asked.items() if against.fault(turns)] == []
+    assert {row["source"] for row in conversations} <= set(documented(TRAINING))
+
+
 def test_ids_and_prompts_are_unique(prompts: list[Row], questions: list[Row]) -> None:
     ids = Counter(row["id"] for row in [*prompts, *questions])
     assert [name for name, count in ids.items() if count > 1] == []

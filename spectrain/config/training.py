@@ -12,7 +12,7 @@ class HeadConfig(Stage):
     can draft; None: all that the tokenizer has. start: a head to go on from (a head directory, or a flat EAGLE-3 folder of ours or of
     another trainer); sizes, flags and draft vocabulary are then its own. output: train the output layer, or keep it frozen; it starts as
     a copy of the target's rows (Medusa's, where it is trained, as a quarter of them; Hydra's by init_output). layer_ids: states that are
-    read: hidden states hs[i], two to five, of an EAGLE-3 head (None: (2, n // 2, n - 3)); the other heads read the last state (-1, the
+    read: hidden states hs[i], one to five, of an EAGLE-3 head (None: (2, n // 2, n - 3)); the other heads read the last state (-1, the
     only one they can read).
 
     init_layer (eagle3, hydra): start the first decoder layer from the target's last layer, or at random. num_layers: decoder layers; of
@@ -49,8 +49,8 @@ class HeadConfig(Stage):
 
     @model_validator(mode="after")
     def _fits(self) -> "HeadConfig":
-        if self.kind == "eagle3" and self.layer_ids is not None and not (len(self.layer_ids) > 1 and min(self.layer_ids) > -1):
-            raise ValueError(f"head.layer_ids {list(self.layer_ids)}: an EAGLE-3 head fuses two to five hidden states hs[i]")
+        if self.kind == "eagle3" and self.layer_ids is not None and min(self.layer_ids) < 0:
+            raise ValueError(f"head.layer_ids {list(self.layer_ids)}: an EAGLE-3 head fuses one to five hidden states hs[i]")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("head.fc_norm and head.norm_before_fc both norm the fused states; set one of them")
         if self.output == "frozen" and self.init_output == "random":

@@ -158,7 +158,7 @@ def _share(inside: int, of: int) -> str:
 
 def layer_ids(config: HeadConfig, target: Target) -> tuple[int, ...]:
     """The states that the head reads: those named, else its family's default. ValueError unless a family that reads hidden states has
-    two or more that rise within the target, and one that reads the last state that alone."""
+    one to five that rise within the target, and one that reads the last state that alone."""
     own = head_class(config.kind).default_layer_ids
     if config.kind != "eagle3":
         if config.layer_ids not in (None, (LAST,)):
@@ -166,8 +166,8 @@ def layer_ids(config: HeadConfig, target: Target) -> tuple[int, ...]:
             raise ValueError(f"{found}; leave it out: --set head.layer_ids=null")
         return own(target.num_layers)  # type: ignore[no-any-return]
     ids = config.layer_ids or own(target.num_layers)
-    if len(ids) < 2 or list(ids) != sorted(set(ids)) or not 1 <= ids[0] <= ids[-1] <= target.num_layers - 1:
-        needed = f"needed are two to five that rise within 1 to {target.num_layers - 1} (hs numbers of {target.name})"
+    if list(ids) != sorted(set(ids)) or not 1 <= ids[0] <= ids[-1] <= target.num_layers - 1:
+        needed = f"needed are one to five that rise within 1 to {target.num_layers - 1} (hs numbers of {target.name})"
         raise ValueError(f"head.layer_ids {list(ids)}: {needed}")
     return tuple(ids)
 

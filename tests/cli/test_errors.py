@@ -56,7 +56,7 @@ def mine(project: Path, tmp_path: Path) -> Path:
         (["--set", "training.ttt_steps=0"], ["training.ttt_steps", "found 0"]),
         (["--set", "training.lr"], ["--set needs key=value, found 'training.lr'"]),
         (["--set", "target.name=./nowhere"], ["no model at ./nowhere", "give a folder, a .gguf file or a Hub name"]),
-        (["--set", "head.layer_ids=[3,2]"], ["head.layer_ids [3, 2]", "two to five that rise within 1 to 6"]),
+        (["--set", "head.layer_ids=[3,2]"], ["head.layer_ids [3, 2]", "one to five that rise within 1 to 6"]),
         (["--set", "head.kind=medusa9"], ["head 'medusa9' is unknown; there are eagle3"]),
         (
             ["--set", "head.draft_vocab_size=101"],

@@ -40,6 +40,7 @@ VARIANTS = {
     "two layers behind a window": Variant(
         {"num_layers": 2, "sliding_window": 4}, [{"sliding_window": None}, {"sliding_window": 3}, {"num_hidden_layers": 1}]
     ),
+    "one state": Variant({"layer_ids": (27,)}, [{"layer_ids": (15,)}]),
     "another width": Variant({"hidden_size": 384, "norm_before_fc": True}, [{"norm_before_fc": False}]),
 }
 
@@ -58,7 +59,7 @@ def plain(small: Target, prompts: list[list[int]]) -> list[list[int]]:
 def trained(small: Target, prompts: list[list[int]], plain: list[list[int]], settings: dict[str, Any]) -> Any:
     """A head that has seen the target's answers a few times, in every step of its unrolling."""
     counts_V = torch.bincount(torch.tensor(sum(plain, [])), minlength=small.vocab_size)
-    config = HeadConfig(draft_vocab_size=VOCABULARY, layer_ids=(2, 15, 27), **settings)
+    config = HeadConfig(**{"draft_vocab_size": VOCABULARY, "layer_ids": (2, 15, 27), **settings})
     head = new_head(config, small, [], seed=0, counts_V=counts_V)
     with torch.no_grad():
         first = dict(head.midlayer.named_parameters())
