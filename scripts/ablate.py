@@ -163,9 +163,10 @@ class Bench:
     def conversations(self, folder: Path) -> Path:
         """The table's conversations with every answer by the target, greedy."""
         out = folder / "answers.jsonl"
+        some = [f"max_rows={self.args.rows}"] if self.args.rows else []
         regenerate(
             [str(ROOT / self.table["conversations"])], out=out, target=str(self.target.name), endpoint="", model="", api_key_env="",
-            api_key_file=None, dtype="float32", revision=None, overrides=["max_new_tokens=128"], as_json=False,
+            api_key_file=None, dtype="float32", revision=None, overrides=["max_new_tokens=128", *some], as_json=False,
         )  # fmt: skip
         return out
 
