@@ -22,7 +22,7 @@ training: {lr: 1e-4}
 @pytest.mark.parametrize(
     "setting",
     [
-        "training.ttt_steps=0", "training.ttt_steps=-1", "head.draft_vocab_size=0", "head.num_layers=0", "head.layer_ids=[2]",
+        "training.ttt_steps=0", "training.ttt_steps=-1", "head.draft_vocab_size=0", "head.num_layers=0", "head.layer_ids=[]",
         "training.lr=0", "training.lr=-1e-4", "training.loss.mix={soft_ce: 0}", "training.loss.mix=cosine", "training.loss.decay=0",
         "training.steps=0", "training.accumulation=0", "training.ema=1", "training.max_minutes=0", "training.keep_last=0",
         "training.checkpoint_steps=0", "training.eval_steps=0", "training.warmup=1.5", "training.schedule=linear",

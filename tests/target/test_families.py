@@ -214,9 +214,10 @@ def test_prompt_in_pieces_reads_otherwise(name: str, prompts: list[list[int]], p
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_is_another_decoding(name: str, family) -> None:
-    """Drafts change nothing but near-ties, which a pass of another width may round the other way."""
-    target = family(name)
-    target = Target(model=copy.deepcopy(target.model).to(torch.bfloat16), tokenizer=target.tokenizer, name=name)
+    """Drafts change nothing but near-ties, which a pass of another width may round the other way; a router may round a token to another
+    expert, and what that moves is measured against float32."""
+    exact = family(name)
+    target = Target(model=copy.deepcopy(exact.model).to(torch.bfloat16), tokenizer=exact.tokenizer, name=name)
     plain = tokens(generate(target, PROMPTS[2:], eos=None, max_new_tokens=NEW))[0]
     text = PROMPTS[2] + plain
     drafter = Scripted(lambda ids: following([text], ids, 3) if ids == text[: len(ids)] else [])
@@ -227,8 +228,12 @@ def test_bfloat16_is_another_decoding(name: str, family) -> None:
     if differs is not None:
         ids = torch.tensor([PROMPTS[2] + plain[:differs]])
         at = torch.arange(ids.shape[1])[None]
-        logits = target.forward(ids, positions_BN=at, mask=None, cache=None, logits_to_keep=1).logits_BKV[0, 0].float()
-        assert (logits[found[differs]] - logits[plain[differs]]).abs() <= 4 * 2**-8 * logits.abs().max()
+        logits, truth = (
+            t.forward(ids, positions_BN=at, mask=None, cache=None, logits_to_keep=1).logits_BKV[0, 0].float() for t in (target, exact)
+        )
+        routed = any(getattr(target.config, key, None) for key in ("num_experts", "num_local_experts"))
+        limit = 2 * (logits - truth).abs().max() if routed else 4 * 2**-8 * logits.abs().max()
+        assert (logits[found[differs]] - logits[plain[differs]]).abs() <= limit
 
 
 def test_masks_are_of_the_wrong_kind(family) -> None:
